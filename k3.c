@@ -1,0 +1,3199 @@
+/* k3.c - the engine, in the order a token meets it.
+ *
+ * What stays
+ *    1  Status, clock, floating-point state
+ *    2  Budget ledger
+ *    3  Shape: config.json, nothing defaulted
+ *    4  Reference kernels (the definition of the bits) and the picker
+ *    5  Model files: which tensor lies where
+ *    6  Trunk and expert store
+ * What one token does
+ *    8  Embedding and norms          (7, text to ids, is k3_text.c)
+ *    9  KDA and MLA
+ *   10  Router
+ *   11  Experts: store, exact sum
+ *   12  AttnRes, one layer, head
+ *   13  Sampling
+ * Who asks
+ *   15  Sessions
+ *   16  Oracle
+ *   17  Public functions
+ *
+ * Invariants
+ *   - docs/NUMERICS.md fixes every bit; docs/K3-SPEC.md says what is computed.
+ *   - Work is split over threads by output element only: OpenMP appears as `parallel for
+ *     schedule(static)` and each iteration begins with fp_default().
+ *   - A token allocates nothing, starts no thread, builds no string (but for an error).
+ *   - The engine never prints and never exits. Functions return 0 or a negative k3_status
+ *     and fill one line naming noun, place, cause.
+ *   - Sizes are size_t or uint64_t from the first multiplication.
+ *   - Naming: il layer, ie expert, lat the latent width, t a position inside a chunk.
+ */
+#include "k3.h"
+
+#define K3_KERNELS_ELEMENTWISE
+#include "kernels.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <json-c/json.h>
+#include <locale.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+#if defined(__AVX__) && !defined(K3_ALLOW_AVX)
+#error "build k3.c without -march=native or -mavx: the kernel sets are chosen at run time"
+#endif
+
+/* ==== 1. Status, clock, floating-point state ========================================
+ *
+ * One convention everywhere: 0 or a negative k3_status, with the cause in one line. The
+ * floating-point state is set by every thread that computes, on entry: another library in
+ * the process may have switched on flush-to-zero for all threads.
+ */
+
+/* Fill `err` (which may be NULL) and return `status`. */
+static int fail(k3_error *err, int status, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+static int fail(k3_error *err, int status, const char *fmt, ...) {
+    if (err) {
+        va_list ap;
+        va_start(ap, fmt);
+        vsnprintf(err->text, sizeof err->text, fmt, ap);
+        va_end(ap);
+    }
+    return status;
+}
+
+/* Put `what: ` before the cause a callee gave; `status` again. */
+static int fail_in(k3_error *err, int status, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+static int fail_in(k3_error *err, int status, const char *fmt, ...) {
+    char what[160];
+    va_list ap;
+    if (!err) return status;
+    va_start(ap, fmt);
+    vsnprintf(what, sizeof what, fmt, ap);
+    va_end(ap);
+    k3_error cause = *err;
+    snprintf(err->text, sizeof err->text, "%s: %.*s", what, (int)(sizeof err->text - sizeof what - 3),
+             cause.text);
+    return status;
+}
+
+const char *k3_status_name(int status) {
+    static const char *const name[] = {
+        "ok",           "I/O error",     "out of memory",   "bad argument",    "model refused",
+        "budget too small", "check failed", "context full", "cancelled", "numeric error"};
+    int i = status >= 0 ? 0 : -status;
+    return i < (int)(sizeof name / sizeof *name) ? name[i] : "unknown status";
+}
+
+static uint64_t now_ns(void) {
+    struct timespec ts;
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+/* Round to nearest, subnormals kept, no traps (NUMERICS 1). A few cycles. */
+static inline void fp_default(void) {
+#if defined(__SSE2__)
+    _mm_setcsr(0x1f80);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
+#endif
+}
+
+/* The caller's own state, given back when a public function returns. */
+static uint64_t fp_save(void) {
+#if defined(__SSE2__)
+    return _mm_getcsr();
+#elif defined(__aarch64__)
+    uint64_t v;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(v));
+    return v;
+#else
+    return 0;
+#endif
+}
+
+static void fp_restore(uint64_t saved) {
+#if defined(__SSE2__)
+    _mm_setcsr((unsigned)saved);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(saved));
+#else
+    (void)saved;
+#endif
+}
+
+/* Some libms round fmaf twice; such a machine cannot keep the contract. The first two cases
+ * lie a hair beside a tie, the third is a tie among subnormals. */
+static bool fma_is_exact(void) {
+    static const float hard[3][4] = {
+        {0x1.001p0f, 0x1.001p0f, 0x1p-80f, 0x1.002002p0f},
+        {0x1.001p0f, 0x1.003p0f, -0x1p-80f, 0x1.004002p0f},
+        {0x1p-75f, 0x1p-75f, 0x1p-149f, 0x1p-148f},
+    };
+    for (int i = 0; i < 3; i++) {
+        volatile float a = hard[i][0], b = hard[i][1], c = hard[i][2];
+        if (fmaf(a, b, c) != hard[i][3]) return false;
+    }
+    return true;
+}
+
+static int thread_index(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+/* ==== 2. Budget ledger ===============================================================
+ *
+ * Every allocation above a page is taken here, so that one number bounds the process.
+ * Memory comes zeroed from mmap: a page that is never touched costs nothing, and what is
+ * given back goes back to the system at once.
+ */
+typedef struct {
+    uint64_t limit, used;
+    int why; /* status of the last refusal */
+} ledger;
+
+/* Blocks are page-aligned. NULL, a filled `err` and `why` when the budget or the system says
+ * no; `what` names the use. */
+static void *ledger_take(ledger *l, uint64_t n_bytes, const char *what, k3_error *err) {
+    if (n_bytes == 0) n_bytes = 1;
+    if (n_bytes > l->limit || l->used > l->limit - n_bytes) {
+        l->why = fail(err, K3_EBUDGET,
+             "%s: %llu bytes needed, %llu of the budget of %llu taken; give at least %llu with --ram",
+             what, (unsigned long long)n_bytes, (unsigned long long)l->used,
+             (unsigned long long)l->limit, (unsigned long long)(l->used + n_bytes));
+        return NULL;
+    }
+    void *p = mmap(NULL, (size_t)n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                   -1, 0);
+    if (p == MAP_FAILED) {
+        l->why = fail(err, K3_ENOMEM, "%s: %llu bytes: %s", what, (unsigned long long)n_bytes,
+             strerror(errno));
+        return NULL;
+    }
+    l->used += n_bytes;
+    return p;
+}
+
+static void ledger_give(ledger *l, void *p, uint64_t n_bytes) {
+    if (!p) return;
+    if (n_bytes == 0) n_bytes = 1;
+    munmap(p, (size_t)n_bytes);
+    l->used -= n_bytes;
+}
+
+/* The first number after `key` in a small text file, or `otherwise`. */
+static uint64_t read_number(const char *path, const char *key, uint64_t otherwise) {
+    FILE *f = fopen(path, "r");
+    if (!f) return otherwise;
+    char line[256];
+    unsigned long long v = 0;
+    bool is_found = false;
+    while (!is_found && fgets(line, sizeof line, f))
+        if (strncmp(line, key, strlen(key)) == 0)
+            is_found = sscanf(line + strlen(key), "%llu", &v) == 1;
+    fclose(f);
+    return is_found ? v : otherwise;
+}
+
+/* What this process may still take: MemAvailable or the cgroup's limit, whichever is less,
+ * less a margin of 1/16 for the rest of the system. */
+static uint64_t budget_default(void) {
+    uint64_t free_kib = read_number("/proc/meminfo", "MemAvailable:", 4u << 20);
+    uint64_t bytes = free_kib * 1024;
+    uint64_t cap = read_number("/sys/fs/cgroup/memory.max", "", UINT64_MAX);
+    uint64_t taken = read_number("/sys/fs/cgroup/memory.current", "", 0);
+    if (cap != UINT64_MAX) {
+        uint64_t left = cap > taken ? cap - taken : 0;
+        if (left < bytes) bytes = left;
+    }
+    return bytes - bytes / 16;
+}
+
+/* ==== 3. Shape =======================================================================
+ *
+ * config.json, nested (text_config) or flat. A missing field is refused, never defaulted:
+ * engines that default "all layers KDA" or an eps answer fluently and wrongly. Decimals
+ * become the nearest f32 straight from their text.
+ */
+typedef struct {
+    json_object *top, *text; /* text: text_config, or top when flat */
+    const char *prefix;      /* "text_config." or ""                */
+    k3_error *err;
+} config;
+
+/* One required field; a dotted name goes one object deeper. NULL and `err` when absent. */
+static json_object *config_field(const config *c, const char *name, json_type type) {
+    json_object *at = c->text, *v = NULL;
+    const char *dot = strchr(name, '.'), *leaf = name;
+    if (dot) {
+        char outer[64];
+        snprintf(outer, sizeof outer, "%.*s", (int)(dot - name), name);
+        if (!json_object_object_get_ex(at, outer, &at) ||
+            !json_object_is_type(at, json_type_object)) {
+            fail(c->err, K3_EMODEL, "config.json: %s%s is missing or not an object", c->prefix,
+                 outer);
+            return NULL;
+        }
+        leaf = dot + 1;
+    }
+    if (!json_object_object_get_ex(at, leaf, &v)) {
+        fail(c->err, K3_EMODEL,
+             "config.json: field %s%s is missing; use the config.json released with the weights",
+             c->prefix, name);
+        return NULL;
+    }
+    bool is_number = type == json_type_double && json_object_is_type(v, json_type_int);
+    if (!json_object_is_type(v, type) && !is_number) {
+        fail(c->err, K3_EMODEL, "config.json: %s%s is %s, not a %s", c->prefix, name,
+             json_object_to_json_string(v), json_type_to_name(type));
+        return NULL;
+    }
+    return v;
+}
+
+static int config_u32(const config *c, const char *name, uint32_t lo, uint32_t hi, uint32_t *out) {
+    json_object *v = config_field(c, name, json_type_int);
+    if (!v) return K3_EMODEL;
+    int64_t n = json_object_get_int64(v);
+    if (n < lo || n > hi)
+        return fail(c->err, K3_EMODEL, "config.json: %s%s is %lld, outside %u..%u", c->prefix,
+                    name, (long long)n, lo, hi);
+    *out = (uint32_t)n;
+    return 0;
+}
+
+static int config_f32(const config *c, const char *name, float *out) {
+    json_object *v = config_field(c, name, json_type_double);
+    if (!v) return K3_EMODEL;
+    locale_t plain = newlocale(LC_ALL_MASK, "C", (locale_t)0);
+    if (!plain) return fail(c->err, K3_ENOMEM, "config.json: no C locale");
+    *out = strtof_l(json_object_get_string(v), NULL, plain);
+    freelocale(plain);
+    if (!isfinite(*out))
+        return fail(c->err, K3_EMODEL, "config.json: %s%s is %s, not a finite number", c->prefix,
+                    name, json_object_get_string(v));
+    return 0;
+}
+
+/* A field with only one value this engine computes. */
+static int config_is(const config *c, const char *name, const char *want) {
+    bool is_bool = strcmp(want, "true") == 0 || strcmp(want, "false") == 0;
+    bool is_int = want[0] >= '0' && want[0] <= '9';
+    json_object *v = config_field(
+        c, name, is_bool ? json_type_boolean : is_int ? json_type_int : json_type_string);
+    if (!v) return K3_EMODEL;
+    if (strcmp(json_object_get_string(v), want) != 0)
+        return fail(c->err, K3_EMODEL, "config.json: %s%s is %s; this engine computes only %s",
+                    c->prefix, name, json_object_get_string(v), want);
+    return 0;
+}
+
+/* Mark the 1-based layers of one list; each layer belongs to exactly one list. */
+static int config_layer_list(const config *c, const char *name, uint8_t mark, uint32_t n_layers,
+                             uint8_t *kind) {
+    json_object *list = config_field(c, name, json_type_array);
+    if (!list) return K3_EMODEL;
+    for (size_t i = 0; i < json_object_array_length(list); i++) {
+        json_object *v = json_object_array_get_idx(list, i);
+        int64_t n = json_object_is_type(v, json_type_int) ? json_object_get_int64(v) : 0;
+        if (n < 1 || n > n_layers)
+            return fail(c->err, K3_EMODEL, "config.json: %s%s[%zu] is %s, not a layer of 1..%u",
+                        c->prefix, name, i, json_object_to_json_string(v), n_layers);
+        if (kind[n - 1] != 0xff)
+            return fail(c->err, K3_EMODEL, "config.json: layer %lld is listed twice (%s%s)",
+                        (long long)n, c->prefix, name);
+        kind[n - 1] = mark;
+    }
+    return 0;
+}
+
+static int config_layers(const config *c, k3_shape *sh) {
+    int rc;
+    memset(sh->is_mla, 0xff, sizeof sh->is_mla);
+    if ((rc = config_layer_list(c, "linear_attn_config.full_attn_layers", 1, sh->n_layers,
+                                sh->is_mla)) < 0 ||
+        (rc = config_layer_list(c, "linear_attn_config.kda_layers", 0, sh->n_layers,
+                                sh->is_mla)) < 0)
+        return rc;
+    for (uint32_t il = 0; il < sh->n_layers; il++)
+        if (sh->is_mla[il] == 0xff)
+            return fail(c->err, K3_EMODEL,
+                        "config.json: layer %u of %u is in neither full_attn_layers nor kda_layers",
+                        il + 1, sh->n_layers);
+    memset(sh->is_mla + sh->n_layers, 0, sizeof sh->is_mla - sh->n_layers);
+    return 0;
+}
+
+/* Everything that must have one value for the formulas of K3-SPEC 3 to apply. */
+static int config_fixed(const config *c) {
+    static const char *const fixed[][2] = {
+        {"hidden_act", "situ"},
+        {"mla_use_nope", "true"},
+        {"mla_use_output_gate", "true"},
+        {"linear_attn_config.use_full_rank_gate", "true"},
+        {"linear_attn_config.short_conv_kernel_size", "4"},
+        {"moe_router_activation_func", "sigmoid"},
+        {"moe_renormalize", "true"},
+        {"moe_layer_freq", "1"},
+        {"num_expert_group", "1"},
+        {"topk_group", "1"},
+        {"latent_moe_use_norm", "true"},
+        {"tie_word_embeddings", "false"},
+    };
+    for (size_t i = 0; i < sizeof fixed / sizeof *fixed; i++) {
+        int rc = config_is(c, fixed[i][0], fixed[i][1]);
+        if (rc < 0) return rc;
+    }
+    return 0;
+}
+
+/* The packing of the experts, where the config states it (text_config, else top level). */
+static int config_quantization(const config *c) {
+    json_object *q = NULL, *v = NULL;
+    if (!json_object_object_get_ex(c->text, "quantization_config", &q) &&
+        !json_object_object_get_ex(c->top, "quantization_config", &q))
+        return 0; /* the tensor table decides: weight_packed and weight_scale must be there */
+    if (!json_object_object_get_ex(q, "format", &v) || !json_object_get_string(v) ||
+        strcmp(json_object_get_string(v), "mxfp4-pack-quantized") != 0)
+        return fail(c->err, K3_EMODEL,
+                    "config.json: quantization_config.format is %s; this engine reads "
+                    "mxfp4-pack-quantized, the format of the official release",
+                    v ? json_object_get_string(v) : "missing");
+    return 0;
+}
+
+#define MAX_DIM (1u << 24)
+
+static int config_numbers(const config *c, k3_shape *sh) {
+    uint32_t kv_heads = 0;
+    const struct {
+        const char *name;
+        uint32_t lo, hi, *to;
+    } u[] = {
+        {"vocab_size", 1, MAX_DIM, &sh->vocab_size},
+        {"hidden_size", 1, MAX_DIM, &sh->hidden},
+        {"num_hidden_layers", 1, K3_MAX_LAYERS, &sh->n_layers},
+        {"num_attention_heads", 1, 65535, &sh->n_heads},
+        {"num_key_value_heads", 1, 65535, &kv_heads},
+        {"q_lora_rank", 1, MAX_DIM, &sh->q_lora},
+        {"kv_lora_rank", 1, MAX_DIM, &sh->kv_lora},
+        {"qk_nope_head_dim", 1, 65535, &sh->nope_dim},
+        {"qk_rope_head_dim", 1, 65535, &sh->rope_dim},
+        {"v_head_dim", 1, 65535, &sh->v_dim},
+        {"linear_attn_config.num_heads", 1, 65535, &sh->kda_heads},
+        {"linear_attn_config.head_dim", 1, 65535, &sh->kda_dim},
+        {"linear_attn_config.short_conv_kernel_size", 1, 64, &sh->conv_width},
+        {"attn_res_block_size", 1, 65535, &sh->block_size},
+        {"intermediate_size", 1, MAX_DIM, &sh->dense_inter},
+        {"first_k_dense_replace", 0, K3_MAX_LAYERS, &sh->n_dense},
+        {"num_experts", 1, 65535, &sh->n_experts},
+        {"num_experts_per_token", 1, K3_MAX_TOP_K, &sh->top_k},
+        {"num_shared_experts", 1, 1024, &sh->n_shared},
+        {"moe_intermediate_size", 1, MAX_DIM, &sh->expert_inter},
+        {"routed_expert_hidden_size", 1, MAX_DIM, &sh->latent},
+        {"max_position_embeddings", 1, 1u << 30, &sh->max_position},
+    };
+    const struct {
+        const char *name;
+        float *to;
+    } f[] = {
+        {"rms_norm_eps", &sh->rms_eps},
+        {"linear_attn_config.gate_lower_bound", &sh->gate_lower_bound},
+        {"activation_situ_beta", &sh->situ_beta},
+        {"activation_situ_linear_beta", &sh->situ_linear_beta},
+        {"routed_scaling_factor", &sh->routed_scale},
+    };
+    int rc;
+    for (size_t i = 0; i < sizeof u / sizeof *u; i++)
+        if ((rc = config_u32(c, u[i].name, u[i].lo, u[i].hi, u[i].to)) < 0) return rc;
+    for (size_t i = 0; i < sizeof f / sizeof *f; i++)
+        if ((rc = config_f32(c, f[i].name, f[i].to)) < 0) return rc;
+    if (kv_heads != sh->n_heads)
+        return fail(c->err, K3_EMODEL,
+                    "config.json: %snum_key_value_heads is %u but num_attention_heads is %u; they must agree",
+                    c->prefix, kv_heads, sh->n_heads);
+    config top = {c->top, c->top, "", c->err};
+    return config_u32(&top, "eos_token_id", 0, sh->vocab_size - 1, &sh->eos_id);
+}
+
+/* What the dimensions must satisfy among themselves. */
+static int config_consistent(const config *c, const k3_shape *sh) {
+    const struct {
+        const char *name;
+        uint64_t v;
+    } wide[] = {
+        {"num_attention_heads x (qk_nope + qk_rope)",
+         (uint64_t)sh->n_heads * (sh->nope_dim + sh->rope_dim)},
+        {"num_attention_heads x (qk_nope + v)", (uint64_t)sh->n_heads * (sh->nope_dim + sh->v_dim)},
+        {"linear_attn_config.num_heads x head_dim", (uint64_t)sh->kda_heads * sh->kda_dim},
+        {"num_shared_experts x moe_intermediate_size", (uint64_t)sh->n_shared * sh->expert_inter},
+    };
+    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++)
+        if (wide[i].v > MAX_DIM)
+            return fail(c->err, K3_EMODEL, "config.json: %s is %llu, more than %u", wide[i].name,
+                        (unsigned long long)wide[i].v, MAX_DIM);
+    if (sh->top_k > sh->n_experts)
+        return fail(c->err, K3_EMODEL, "config.json: num_experts_per_token %u exceeds num_experts %u",
+                    sh->top_k, sh->n_experts);
+    if (sh->latent % K3_GROUP || sh->expert_inter % K3_GROUP)
+        return fail(c->err, K3_EMODEL,
+                    "config.json: routed_expert_hidden_size %u and moe_intermediate_size %u must be "
+                    "multiples of 32, the MXFP4 group",
+                    sh->latent, sh->expert_inter);
+    if (sh->n_dense > sh->n_layers)
+        return fail(c->err, K3_EMODEL, "config.json: first_k_dense_replace %u exceeds num_hidden_layers %u",
+                    sh->n_dense, sh->n_layers);
+    if (!(sh->rms_eps > 0) || !(sh->situ_beta > 0) || !(sh->situ_linear_beta > 0))
+        return fail(c->err, K3_EMODEL,
+                    "config.json: rms_norm_eps and the activation betas must be above 0");
+    return 0;
+}
+
+static void shape_sizes(k3_shape *sh);
+
+/* Fill the shape from parsed JSON (borrowed). */
+static int shape_from_json(k3_shape *sh, json_object *top, float eps_lora, k3_error *err) {
+    config c = {top, top, "", err};
+    memset(sh, 0, sizeof *sh);
+    if (!json_object_is_type(top, json_type_object))
+        return fail(err, K3_EMODEL, "config.json: not a JSON object");
+    if (json_object_object_get_ex(top, "text_config", &c.text)) {
+        c.prefix = "text_config.";
+        if (!json_object_is_type(c.text, json_type_object))
+            return fail(err, K3_EMODEL, "config.json: text_config is not an object");
+    }
+    int rc;
+    if ((rc = config_fixed(&c)) < 0 || (rc = config_numbers(&c, sh)) < 0 ||
+        (rc = config_consistent(&c, sh)) < 0 || (rc = config_layers(&c, sh)) < 0 ||
+        (rc = config_quantization(&c)) < 0)
+        return rc;
+    sh->shared_inter = sh->n_shared * sh->expert_inter;
+    sh->eps_lora = eps_lora;
+    shape_sizes(sh);
+    return 0;
+}
+
+/* Parse exactly `n` bytes as one JSON value. `what` names the file in errors. */
+static json_object *json_parse(const char *text, size_t n, int depth, const char *what,
+                               k3_error *err) {
+    if (n == 0 || n > INT32_MAX) {
+        fail(err, K3_EMODEL, "%s: %s", what, n ? "too large for JSON" : "empty");
+        return NULL;
+    }
+    json_tokener *tok = json_tokener_new_ex(depth);
+    if (!tok) {
+        fail(err, K3_ENOMEM, "%s: out of memory", what);
+        return NULL;
+    }
+    json_object *v = json_tokener_parse_ex(tok, text, (int)n);
+    enum json_tokener_error e = json_tokener_get_error(tok);
+    size_t end = json_tokener_get_parse_end(tok);
+    while (e == json_tokener_success && end < n && strchr(" \t\r\n", text[end]) && text[end]) end++;
+    if (e != json_tokener_success || end < n) {
+        const char *why = e == json_tokener_continue  ? "ends too early"
+                          : e != json_tokener_success ? json_tokener_error_desc(e)
+                                                      : "has text after its end";
+        fail(err, K3_EMODEL, "%s: not valid JSON: %s at byte %zu; download the file again", what,
+             why, end);
+        json_object_put(v);
+        v = NULL;
+    }
+    json_tokener_free(tok);
+    return v;
+}
+
+#define CONFIG_MAX_BYTES (16u << 20)
+
+/* Whole small file into malloc'd memory. ENOENT is the model's fault, the rest is I/O's. */
+static char *read_whole(const char *path, size_t max_bytes, size_t *n, k3_error *err) {
+    FILE *f = fopen(path, "rb");
+    if (!f) {
+        fail(err, K3_EIO, "%s: %s", path, strerror(errno));
+        return NULL;
+    }
+    char *buf = NULL;
+    struct stat st;
+    if (fstat(fileno(f), &st) != 0 || !S_ISREG(st.st_mode)) {
+        fail(err, K3_EIO, "%s: not a regular file", path);
+    } else if ((uint64_t)st.st_size > max_bytes) {
+        fail(err, K3_EMODEL, "%s: %lld bytes, more than the %zu this file can sensibly have", path,
+             (long long)st.st_size, max_bytes);
+    } else if (!(buf = malloc((size_t)st.st_size + 1))) {
+        fail(err, K3_ENOMEM, "%s: out of memory", path);
+    } else {
+        *n = fread(buf, 1, (size_t)st.st_size, f);
+        buf[*n] = 0;
+        if (*n != (size_t)st.st_size) {
+            fail(err, K3_EIO, "%s: read %zu of %lld bytes", path, *n, (long long)st.st_size);
+            free(buf);
+            buf = NULL;
+        }
+    }
+    fclose(f);
+    return buf;
+}
+
+static int shape_read(k3_shape *sh, const char *dir, float eps_lora, k3_error *err) {
+    char path[4096];
+    struct stat st;
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    if (stat(dir, &st) != 0 || !S_ISDIR(st.st_mode))
+        return fail(err, K3_EMODEL, "%s: no such model directory; name one with --model", dir);
+    if (stat(path, &st) != 0)
+        return fail(err, K3_EMODEL, "%s: no config.json; is this a Kimi K3 model directory?", dir);
+    size_t n = 0;
+    char *text = read_whole(path, CONFIG_MAX_BYTES, &n, err);
+    if (!text) return K3_EIO;
+    json_object *top = json_parse(text, n, 32, "config.json", err);
+    int rc = top ? shape_from_json(sh, top, eps_lora, err) : K3_EMODEL;
+    json_object_put(top);
+    free(text);
+    return rc;
+}
+
+/* ==== 4. Reference kernels ===========================================================
+ *
+ * The definition of the bits: each function is its formula in NUMERICS.md, one element at
+ * a time, with no thought for speed. The SIMD files are tested against these, and the
+ * engine works with none of them linked.
+ */
+
+/* The fold of dot16: 16 lanes to one, then + (+0) so that the result is never -0. */
+static float ref_fold(float acc[16]) {
+    for (int s = 8; s >= 1; s /= 2)
+        for (int l = 0; l < s; l++) acc[l] = acc[l] + acc[l + s];
+    return acc[0] + 0.0f;
+}
+
+/* One group of 32: evens, then odds. */
+static void ref_group(float acc[16], const float w[32], const float *x_even, const float *x_odd) {
+    for (int l = 0; l < 16; l++) acc[l] = k3_fma(w[2 * l], x_even[l], acc[l]);
+    for (int l = 0; l < 16; l++) acc[l] = k3_fma(w[2 * l + 1], x_odd[l], acc[l]);
+}
+
+static float ref_dot(const float *a, const float *b, size_t n) {
+    float acc[16] = {0};
+    for (size_t i = 0; i < n; i += K3_GROUP) {
+        float wa[K3_GROUP] = {0}, even[16] = {0}, odd[16] = {0};
+        for (size_t k = 0; k < K3_GROUP && i + k < n; k++) {
+            wa[k] = a[i + k];
+            (k & 1 ? odd : even)[k >> 1] = b[i + k];
+        }
+        ref_group(acc, wa, even, odd);
+    }
+    return ref_fold(acc);
+}
+
+static void ref_matmul_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_rows,
+                            size_t n, const float *xp, size_t batch) {
+    size_t npad = k3_pad(n);
+    for (size_t r = 0; r < n_rows; r++)
+        for (size_t t = 0; t < batch; t++) {
+            float acc[16] = {0};
+            for (size_t i = 0; i < n; i += K3_GROUP) {
+                const float *x = xp + k3_xp_group(npad, batch, t, i / K3_GROUP);
+                float wf[K3_GROUP] = {0};
+                for (size_t k = 0; k < K3_GROUP && i + k < n; k++)
+                    wf[k] = k3_bf16_f32(w[r * ldw + i + k]);
+                ref_group(acc, wf, x, x + 16);
+            }
+            y[t * ldy + r] = ref_fold(acc);
+        }
+}
+
+static void ref_matmul_f32(float *y, size_t ldy, const float *w, size_t n_rows, size_t n,
+                           const float *xp, size_t batch) {
+    size_t npad = k3_pad(n);
+    for (size_t r = 0; r < n_rows; r++)
+        for (size_t t = 0; t < batch; t++) {
+            float acc[16] = {0};
+            for (size_t i = 0; i < npad; i += K3_GROUP) {
+                const float *x = xp + k3_xp_group(npad, batch, t, i / K3_GROUP);
+                const float *packed = w + r * npad + i;
+                float wf[K3_GROUP];
+                for (size_t k = 0; k < K3_GROUP; k++) wf[k] = packed[k3_xp_lane(k)];
+                ref_group(acc, wf, x, x + 16);
+            }
+            y[t * ldy + r] = ref_fold(acc);
+        }
+}
+
+static void ref_matmul_mxfp4(float *y, size_t ldy, const uint8_t *q, const uint8_t *s,
+                             size_t n_rows, size_t n, const float *xp, size_t batch) {
+    size_t n_group = n / K3_GROUP;
+    for (size_t r = 0; r < n_rows; r++)
+        for (size_t t = 0; t < batch; t++) {
+            float acc[16] = {0};
+            for (size_t g = 0; g < n_group; g++) {
+                const float *x = xp + k3_xp_group(n, batch, t, g);
+                const uint8_t *nib = q + r * (n / 2) + g * (K3_GROUP / 2);
+                float scale = k3_e8m0(s[r * n_group + g]), wf[K3_GROUP];
+                for (size_t k = 0; k < K3_GROUP; k += 2) {
+                    wf[k] = k3_e2m1(nib[k / 2] & 15) * scale;
+                    wf[k + 1] = k3_e2m1(nib[k / 2] >> 4) * scale;
+                }
+                ref_group(acc, wf, x, x + 16);
+            }
+            y[t * ldy + r] = ref_fold(acc);
+        }
+}
+
+static void ref_chain_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_i,
+                           size_t n_j, const float *c, size_t ldc, size_t batch) {
+    for (size_t t = 0; t < batch; t++)
+        for (size_t j = 0; j < n_j; j++) {
+            float sum = 0.0f;
+            for (size_t i = 0; i < n_i; i++)
+                sum = k3_fma(k3_bf16_f32(w[i * ldw + j]), c[t * ldc + i], sum);
+            y[t * ldy + j] = sum;
+        }
+}
+
+static void ref_chain_f32(float *y, size_t ldy, const float *w, size_t ldw, size_t n_i, size_t n_j,
+                          const float *c, size_t ldc, size_t batch) {
+    for (size_t t = 0; t < batch; t++)
+        for (size_t j = 0; j < n_j; j++) {
+            float sum = 0.0f;
+            for (size_t i = 0; i < n_i; i++)
+                sum = k3_fma(w[i * ldw + j], c[t * ldc + i], sum);
+            y[t * ldy + j] = sum;
+        }
+}
+
+/* Decay, read, delta write, read: the four lines of K3-SPEC 3.3 step 6. */
+static void ref_kda(float *S, size_t d, size_t n_tok, const float *a, const float *k,
+                    const float *q, const float *val, size_t ldv, const float *beta, size_t ldb,
+                    float *o, size_t ldo) {
+    for (size_t t = 0; t < n_tok; t++, a += d, k += d, q += d)
+        for (size_t v = 0; v < d; v++) {
+            float u = 0.0f, sum = 0.0f;
+            for (size_t i = 0; i < d; i++) {
+                S[i * d + v] = S[i * d + v] * a[i];
+                u = k3_fma(S[i * d + v], k[i], u);
+            }
+            float delta = beta[t * ldb] * (val[t * ldv + v] - u);
+            for (size_t i = 0; i < d; i++) {
+                S[i * d + v] = k3_fma(k[i], delta, S[i * d + v]);
+                sum = k3_fma(S[i * d + v], q[i], sum);
+            }
+            o[t * ldo + v] = sum;
+        }
+}
+
+static uint64_t ref_read_stream(const void *p, size_t n_bytes) {
+    const uint64_t *w = p;
+    uint64_t sum = 0;
+    for (size_t i = 0; i < n_bytes / sizeof *w; i++) sum += w[i];
+    return sum;
+}
+
+static float ref_peak_fma(uint64_t n, uint64_t *flops) {
+    float acc[8] = {0};
+    for (uint64_t i = 0; i < n; i++)
+        for (int l = 0; l < 8; l++) acc[l] = k3_fma(acc[l], 0.5f, 1.0f);
+    *flops = n * 8 * 2;
+    return ref_fold((float[16]){acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7]});
+}
+
+static bool ref_is_supported(void) { return true; }
+
+const k3_kernels k3_kernels_ref = {
+    .name = "ref",
+    .is_supported = ref_is_supported,
+    .matmul_bf16 = ref_matmul_bf16,
+    .matmul_f32 = ref_matmul_f32,
+    .matmul_mxfp4 = ref_matmul_mxfp4,
+    .chain_bf16 = ref_chain_bf16,
+    .chain_f32 = ref_chain_f32,
+    .kda = ref_kda,
+    .dot = ref_dot,
+    K3_ELEMENTWISE_KERNELS,
+    .read_stream = ref_read_stream,
+    .peak_fma = ref_peak_fma,
+};
+
+/* ==== 5. Model files =================================================================
+ *
+ * One table says which tensors the trunk of each kind of layer has, with dtype and shape;
+ * experts are six tensors in a fixed order. Every shard's header is checked against it: bounds,
+ * overlaps, dtype, shape, duplicates, and at the end that nothing expected is missing. What stays
+ * in memory is a place (shard, offset) per trunk tensor and 60 bytes per expert: 5 MB for the
+ * release's 497,220 tensors.
+ */
+enum dim {
+    D_1, D_CONV, D_VOCAB, D_HIDDEN,
+    D_KDA, D_KDA_DIM, D_KDA_HEADS,
+    D_Q_LORA, D_Q, D_KV_LORA, D_KV_A, D_KV_B, D_O,
+    D_DENSE, D_EXPERTS, D_LATENT, D_SHARED,
+    N_DIMS
+};
+
+enum dtype { BF16, F32, U8 };
+static const char *const DTYPE_NAME[] = {"BF16", "F32", "U8"};
+static const uint64_t DTYPE_BYTES[] = {2, 4, 1};
+
+/* Which layers have a tensor. */
+enum part { IN_MODEL, IN_LAYER, IN_KDA, IN_MLA, IN_DENSE, IN_MOE };
+
+enum tensor {
+    T_EMBED, T_LM_HEAD, T_NORM, T_OUT_RES_NORM, T_OUT_RES_PROJ, /* IN_MODEL */
+    T_IN_NORM, T_POST_NORM, T_ATT_RES_NORM, T_ATT_RES_PROJ, T_MLP_RES_NORM, T_MLP_RES_PROJ,
+    T_KDA_Q, T_KDA_K, T_KDA_V, T_KDA_G, T_KDA_O, T_CONV_Q, T_CONV_K, T_CONV_V,
+    T_F_A, T_F_B, T_B, T_A_LOG, T_DT_BIAS, T_O_NORM,
+    T_Q_A, T_Q_A_NORM, T_Q_B, T_KV_A, T_KV_A_NORM, T_KV_B, T_MLA_G, T_MLA_O,
+    T_GATE, T_UP, T_DOWN,
+    T_ROUTER, T_ROUTER_BIAS, T_LAT_DOWN, T_LAT_NORM, T_LAT_UP, T_SH_GATE, T_SH_UP, T_SH_DOWN,
+    N_TENSORS,
+    N_MODEL_TENSORS = T_IN_NORM
+};
+
+/* K3-SPEC 2.2. Suffixes follow "model.layers.L." but for IN_MODEL. */
+typedef struct {
+    const char *name;
+    enum part part;
+    enum dtype dtype;
+    int n_dims;
+    enum dim dims[3];
+} tensor_def;
+
+static const tensor_def TENSOR[N_TENSORS] = {
+    [T_EMBED] = {"model.embed_tokens.weight", IN_MODEL, BF16, 2, {D_VOCAB, D_HIDDEN}},
+    [T_LM_HEAD] = {"lm_head.weight", IN_MODEL, BF16, 2, {D_VOCAB, D_HIDDEN}},
+    [T_NORM] = {"model.norm.weight", IN_MODEL, BF16, 1, {D_HIDDEN}},
+    [T_OUT_RES_NORM] = {"model.output_attn_res_norm.weight", IN_MODEL, BF16, 1, {D_HIDDEN}},
+    [T_OUT_RES_PROJ] = {"model.output_attn_res_proj.weight", IN_MODEL, BF16, 2, {D_1, D_HIDDEN}},
+
+    [T_IN_NORM] = {"input_layernorm.weight", IN_LAYER, BF16, 1, {D_HIDDEN}},
+    [T_POST_NORM] = {"post_attention_layernorm.weight", IN_LAYER, BF16, 1, {D_HIDDEN}},
+    [T_ATT_RES_NORM] = {"self_attention_res_norm.weight", IN_LAYER, BF16, 1, {D_HIDDEN}},
+    [T_ATT_RES_PROJ] = {"self_attention_res_proj.weight", IN_LAYER, BF16, 2, {D_1, D_HIDDEN}},
+    [T_MLP_RES_NORM] = {"mlp_res_norm.weight", IN_LAYER, BF16, 1, {D_HIDDEN}},
+    [T_MLP_RES_PROJ] = {"mlp_res_proj.weight", IN_LAYER, BF16, 2, {D_1, D_HIDDEN}},
+
+    [T_KDA_Q] = {"self_attn.q_proj.weight", IN_KDA, BF16, 2, {D_KDA, D_HIDDEN}},
+    [T_KDA_K] = {"self_attn.k_proj.weight", IN_KDA, BF16, 2, {D_KDA, D_HIDDEN}},
+    [T_KDA_V] = {"self_attn.v_proj.weight", IN_KDA, BF16, 2, {D_KDA, D_HIDDEN}},
+    [T_KDA_G] = {"self_attn.g_proj.weight", IN_KDA, BF16, 2, {D_KDA, D_HIDDEN}},
+    [T_KDA_O] = {"self_attn.o_proj.weight", IN_KDA, BF16, 2, {D_HIDDEN, D_KDA}},
+    [T_CONV_Q] = {"self_attn.q_conv1d.weight", IN_KDA, F32, 3, {D_KDA, D_1, D_CONV}},
+    [T_CONV_K] = {"self_attn.k_conv1d.weight", IN_KDA, F32, 3, {D_KDA, D_1, D_CONV}},
+    [T_CONV_V] = {"self_attn.v_conv1d.weight", IN_KDA, F32, 3, {D_KDA, D_1, D_CONV}},
+    [T_F_A] = {"self_attn.f_a_proj.weight", IN_KDA, BF16, 2, {D_KDA_DIM, D_HIDDEN}},
+    [T_F_B] = {"self_attn.f_b_proj.weight", IN_KDA, BF16, 2, {D_KDA, D_KDA_DIM}},
+    [T_B] = {"self_attn.b_proj.weight", IN_KDA, BF16, 2, {D_KDA_HEADS, D_HIDDEN}},
+    [T_A_LOG] = {"self_attn.A_log", IN_KDA, F32, 1, {D_KDA_HEADS}}, /* or longer: padded */
+    [T_DT_BIAS] = {"self_attn.dt_bias", IN_KDA, F32, 1, {D_KDA}},
+    [T_O_NORM] = {"self_attn.o_norm.weight", IN_KDA, F32, 1, {D_KDA_DIM}},
+
+    [T_Q_A] = {"self_attn.q_a_proj.weight", IN_MLA, BF16, 2, {D_Q_LORA, D_HIDDEN}},
+    [T_Q_A_NORM] = {"self_attn.q_a_layernorm.weight", IN_MLA, BF16, 1, {D_Q_LORA}},
+    [T_Q_B] = {"self_attn.q_b_proj.weight", IN_MLA, BF16, 2, {D_Q, D_Q_LORA}},
+    [T_KV_A] = {"self_attn.kv_a_proj_with_mqa.weight", IN_MLA, BF16, 2, {D_KV_A, D_HIDDEN}},
+    [T_KV_A_NORM] = {"self_attn.kv_a_layernorm.weight", IN_MLA, BF16, 1, {D_KV_LORA}},
+    [T_KV_B] = {"self_attn.kv_b_proj.weight", IN_MLA, BF16, 2, {D_KV_B, D_KV_LORA}},
+    [T_MLA_G] = {"self_attn.g_proj.weight", IN_MLA, BF16, 2, {D_O, D_HIDDEN}},
+    [T_MLA_O] = {"self_attn.o_proj.weight", IN_MLA, BF16, 2, {D_HIDDEN, D_O}},
+
+    [T_GATE] = {"mlp.gate_proj.weight", IN_DENSE, BF16, 2, {D_DENSE, D_HIDDEN}},
+    [T_UP] = {"mlp.up_proj.weight", IN_DENSE, BF16, 2, {D_DENSE, D_HIDDEN}},
+    [T_DOWN] = {"mlp.down_proj.weight", IN_DENSE, BF16, 2, {D_HIDDEN, D_DENSE}},
+
+#define MOE "block_sparse_moe."
+    [T_ROUTER] = {MOE "gate.weight", IN_MOE, BF16, 2, {D_EXPERTS, D_HIDDEN}},
+    [T_ROUTER_BIAS] = {MOE "gate.e_score_correction_bias", IN_MOE, F32, 1, {D_EXPERTS}},
+    [T_LAT_DOWN] = {MOE "routed_expert_down_proj.weight", IN_MOE, BF16, 2, {D_LATENT, D_HIDDEN}},
+    [T_LAT_NORM] = {MOE "routed_expert_norm.weight", IN_MOE, BF16, 1, {D_LATENT}},
+    [T_LAT_UP] = {MOE "routed_expert_up_proj.weight", IN_MOE, BF16, 2, {D_HIDDEN, D_LATENT}},
+    [T_SH_GATE] = {MOE "shared_experts.gate_proj.weight", IN_MOE, BF16, 2, {D_SHARED, D_HIDDEN}},
+    [T_SH_UP] = {MOE "shared_experts.up_proj.weight", IN_MOE, BF16, 2, {D_SHARED, D_HIDDEN}},
+    [T_SH_DOWN] = {MOE "shared_experts.down_proj.weight", IN_MOE, BF16, 2, {D_HIDDEN, D_SHARED}},
+};
+
+/* The six tensors of an expert, in the order their bytes lie in a slot. */
+enum { W1_PACKED, W1_SCALE, W3_PACKED, W3_SCALE, W2_PACKED, W2_SCALE, N_EXPERT_TENSORS };
+static const char *const EXPERT_TENSOR[N_EXPERT_TENSORS] = {
+    "w1.weight_packed", "w1.weight_scale", "w3.weight_packed",
+    "w3.weight_scale",  "w2.weight_packed", "w2.weight_scale"};
+
+#define NO_SHARD   UINT16_MAX
+#define MAX_SHARDS 4096
+
+typedef struct {
+    uint64_t offset; /* from the start of the file */
+    uint16_t shard;  /* NO_SHARD: not seen yet     */
+} place;
+
+typedef struct {
+    uint64_t offset[N_EXPERT_TENSORS];
+    uint16_t shard[N_EXPERT_TENSORS];
+} expert_place;
+
+typedef struct {
+    char *name;
+    int fd;
+    uint64_t size;
+    bool is_needed; /* holds text tensors, or there is no index */
+} shard;
+
+typedef struct {
+    const char *dir;
+    shard *shards;
+    uint32_t n_shards;
+    uint64_t dims[N_DIMS];
+    place at_model[N_MODEL_TENSORS];
+    place (*at)[N_TENSORS];   /* [n_layers], entries of the layer's own parts are used */
+    expert_place *experts;    /* [n_layers - n_dense][n_experts] */
+    bool has_index;
+    uint64_t n_unknown;
+    ledger *mem;
+    uint64_t at_bytes, experts_bytes;
+    const k3_options *opt;
+} model;
+
+static void shape_dims(const k3_shape *sh, uint64_t dims[N_DIMS]) {
+    dims[D_1] = 1;
+    dims[D_CONV] = sh->conv_width;
+    dims[D_VOCAB] = sh->vocab_size;
+    dims[D_HIDDEN] = sh->hidden;
+    dims[D_KDA] = (uint64_t)sh->kda_heads * sh->kda_dim;
+    dims[D_KDA_DIM] = sh->kda_dim;
+    dims[D_KDA_HEADS] = sh->kda_heads;
+    dims[D_Q_LORA] = sh->q_lora;
+    dims[D_Q] = (uint64_t)sh->n_heads * (sh->nope_dim + sh->rope_dim);
+    dims[D_KV_LORA] = sh->kv_lora;
+    dims[D_KV_A] = sh->kv_lora + sh->rope_dim;
+    dims[D_KV_B] = (uint64_t)sh->n_heads * (sh->nope_dim + sh->v_dim);
+    dims[D_O] = (uint64_t)sh->n_heads * sh->v_dim;
+    dims[D_DENSE] = sh->dense_inter;
+    dims[D_EXPERTS] = sh->n_experts;
+    dims[D_LATENT] = sh->latent;
+    dims[D_SHARED] = sh->shared_inter;
+}
+
+static bool layer_has(const k3_shape *sh, uint32_t il, enum part part) {
+    switch (part) {
+    case IN_LAYER: return true;
+    case IN_KDA: return !sh->is_mla[il];
+    case IN_MLA: return sh->is_mla[il];
+    case IN_DENSE: return il < sh->n_dense;
+    case IN_MOE: return il >= sh->n_dense;
+    default: return false;
+    }
+}
+
+static uint64_t tensor_elements(const uint64_t dims[N_DIMS], enum tensor t) {
+    uint64_t n = 1;
+    for (int i = 0; i < TENSOR[t].n_dims; i++) n *= dims[TENSOR[t].dims[i]];
+    return n;
+}
+
+static uint64_t tensor_bytes(const uint64_t dims[N_DIMS], enum tensor t) {
+    return tensor_elements(dims, t) * DTYPE_BYTES[TENSOR[t].dtype];
+}
+
+/* Rows and bytes-per-row of one expert tensor: w1, w3 [inter][latent], w2 [latent][inter]. */
+static void expert_dims(const k3_shape *sh, int k, uint64_t *rows, uint64_t *row_bytes) {
+    bool is_w2 = k >= W2_PACKED;
+    uint64_t n = is_w2 ? sh->expert_inter : sh->latent;
+    *rows = is_w2 ? sh->latent : sh->expert_inter;
+    *row_bytes = k % 2 ? n / K3_GROUP : n / 2;
+}
+
+static uint64_t expert_tensor_bytes(const k3_shape *sh, int k) {
+    uint64_t rows, row_bytes;
+    expert_dims(sh, k, &rows, &row_bytes);
+    return rows * row_bytes;
+}
+
+static void shape_sizes(k3_shape *sh) {
+    uint64_t dims[N_DIMS];
+    shape_dims(sh, dims);
+    sh->expert_bytes = 0;
+    for (int k = 0; k < N_EXPERT_TENSORS; k++) sh->expert_bytes += expert_tensor_bytes(sh, k);
+    sh->trunk_bytes = sh->state_bytes = sh->pos_bytes = 0;
+    for (int t = 0; t < N_MODEL_TENSORS; t++) sh->trunk_bytes += tensor_bytes(dims, t);
+    for (uint32_t il = 0; il < sh->n_layers; il++) {
+        for (int t = N_MODEL_TENSORS; t < N_TENSORS; t++)
+            if (layer_has(sh, il, TENSOR[t].part)) sh->trunk_bytes += tensor_bytes(dims, t);
+        if (sh->is_mla[il])
+            sh->pos_bytes += k3_pad(dims[D_KV_A]) * sizeof(float);
+        else
+            sh->state_bytes += (dims[D_KDA] * sh->kda_dim + 9 * dims[D_KDA]) * sizeof(float);
+    }
+}
+
+/* ---- Names ---- */
+
+static bool skip_prefix(const char **s, const char *prefix) {
+    size_t n = strlen(prefix);
+    if (strncmp(*s, prefix, n) != 0) return false;
+    *s += n;
+    return true;
+}
+
+/* A decimal below `limit` and the dot behind it. */
+static bool skip_number(const char **s, uint32_t limit, uint32_t *out) {
+    const char *p = *s;
+    uint64_t v = 0;
+    if (*p < '0' || *p > '9' || (*p == '0' && p[1] != '.')) return false;
+    for (; *p >= '0' && *p <= '9' && v < limit; p++) v = v * 10 + (uint64_t)(*p - '0');
+    if (*p != '.' || v >= limit) return false;
+    *out = (uint32_t)v;
+    *s = p + 1;
+    return true;
+}
+
+static bool is_vision(const char *name) {
+    return skip_prefix(&name, "vision_tower.") || skip_prefix(&name, "mm_projector.");
+}
+
+/* Where a name belongs: a trunk tensor (expert_tensor < 0) or one of an expert's six. */
+typedef struct {
+    enum tensor tensor;
+    int expert_tensor;
+    uint32_t il, ie;
+} name_id;
+
+static bool name_parse(const k3_shape *sh, const char *name, name_id *id) {
+    skip_prefix(&name, "language_model.");
+    memset(id, 0, sizeof *id);
+    id->expert_tensor = -1;
+    if (!skip_prefix(&name, "model.layers.")) {
+        for (int t = 0; t < N_MODEL_TENSORS; t++)
+            if (strcmp(name, TENSOR[t].name) == 0) return id->tensor = (enum tensor)t, true;
+        return false;
+    }
+    if (!skip_number(&name, sh->n_layers, &id->il)) return false;
+    if (id->il >= sh->n_dense && skip_prefix(&name, MOE "experts.")) {
+        if (!skip_number(&name, sh->n_experts, &id->ie)) return false;
+        for (int k = 0; k < N_EXPERT_TENSORS; k++)
+            if (strcmp(name, EXPERT_TENSOR[k]) == 0) return id->expert_tensor = k, true;
+        return false;
+    }
+    for (int t = N_MODEL_TENSORS; t < N_TENSORS; t++)
+        if (layer_has(sh, id->il, TENSOR[t].part) && strcmp(name, TENSOR[t].name) == 0)
+            return id->tensor = (enum tensor)t, true;
+    return false;
+}
+
+/* The official name, for errors and for `expect`. */
+static void name_write(const name_id *id, char *out, size_t cap) {
+    if (id->expert_tensor >= 0)
+        snprintf(out, cap, "language_model.model.layers.%u." MOE "experts.%u.%s", id->il, id->ie,
+                 EXPERT_TENSOR[id->expert_tensor]);
+    else if (TENSOR[id->tensor].part == IN_MODEL)
+        snprintf(out, cap, "language_model.%s", TENSOR[id->tensor].name);
+    else
+        snprintf(out, cap, "language_model.model.layers.%u.%s", id->il, TENSOR[id->tensor].name);
+}
+
+static expert_place *model_expert(const model *m, const k3_shape *sh, uint32_t il, uint32_t ie) {
+    return &m->experts[(size_t)(il - sh->n_dense) * sh->n_experts + ie];
+}
+
+static place *model_place(model *m, const name_id *id) {
+    return TENSOR[id->tensor].part == IN_MODEL ? &m->at_model[id->tensor]
+                                               : &m->at[id->il][id->tensor];
+}
+
+/* Visit every tensor the shape expects, in layer order. */
+typedef int (*expect_fn)(void *user, const name_id *id);
+static int model_expect(const k3_shape *sh, expect_fn fn, void *user) {
+    name_id id = {0, -1, 0, 0};
+    int rc;
+    for (int t = 0; t < N_MODEL_TENSORS; t++) {
+        id.tensor = (enum tensor)t;
+        if ((rc = fn(user, &id)) != 0) return rc;
+    }
+    for (id.il = 0; id.il < sh->n_layers; id.il++) {
+        id.expert_tensor = -1;
+        for (int t = N_MODEL_TENSORS; t < N_TENSORS; t++) {
+            id.tensor = (enum tensor)t;
+            if (layer_has(sh, id.il, TENSOR[t].part) && (rc = fn(user, &id)) != 0) return rc;
+        }
+        if (id.il < sh->n_dense) continue;
+        for (id.ie = 0; id.ie < sh->n_experts; id.ie++)
+            for (id.expert_tensor = 0; id.expert_tensor < N_EXPERT_TENSORS; id.expert_tensor++)
+                if ((rc = fn(user, &id)) != 0) return rc;
+    }
+    return 0;
+}
+
+/* ---- One header ---- */
+
+typedef struct {
+    uint64_t begin, end;
+    const char *name;
+} span;
+
+static int span_order(const void *a, const void *b) {
+    const span *x = a, *y = b;
+    if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
+    return x->end < y->end ? -1 : x->end > y->end;
+}
+
+/* One entry of a header, as the file states it. */
+typedef struct {
+    const char *dtype;
+    int n_dims;
+    uint64_t dims[8], n_elements, begin, end;
+} header_entry;
+
+static bool json_u64(json_object *v, uint64_t *out) {
+    if (!json_object_is_type(v, json_type_int) || json_object_get_int64(v) < 0) return false;
+    *out = json_object_get_uint64(v);
+    return true;
+}
+
+/* Parse {"dtype","shape","data_offsets"}; false with `why` when malformed. */
+static bool header_entry_parse(json_object *v, header_entry *h, const char **why) {
+    json_object *dtype, *shape, *off;
+    *why = "has no dtype, shape or data_offsets";
+    if (!json_object_is_type(v, json_type_object) ||
+        !json_object_object_get_ex(v, "dtype", &dtype) ||
+        !json_object_object_get_ex(v, "shape", &shape) ||
+        !json_object_object_get_ex(v, "data_offsets", &off) ||
+        !json_object_is_type(dtype, json_type_string) ||
+        !json_object_is_type(shape, json_type_array) || !json_object_is_type(off, json_type_array))
+        return false;
+    h->dtype = json_object_get_string(dtype);
+    h->n_dims = (int)json_object_array_length(shape);
+    *why = "has a shape of more than 8 dimensions";
+    if (json_object_array_length(shape) > 8) return false;
+    *why = "has an impossible shape";
+    h->n_elements = 1;
+    for (int i = 0; i < h->n_dims; i++) {
+        if (!json_u64(json_object_array_get_idx(shape, (size_t)i), &h->dims[i])) return false;
+        if (h->dims[i] && h->n_elements > (1ull << 48) / h->dims[i]) return false;
+        h->n_elements *= h->dims[i];
+    }
+    *why = "has impossible data_offsets";
+    return json_object_array_length(off) == 2 &&
+           json_u64(json_object_array_get_idx(off, 0), &h->begin) &&
+           json_u64(json_object_array_get_idx(off, 1), &h->end) && h->begin <= h->end;
+}
+
+static void shape_text(const uint64_t *dims, int n_dims, char *out, size_t cap) {
+    size_t n = (size_t)snprintf(out, cap, "[");
+    for (int i = 0; i < n_dims && n < cap; i++)
+        n += (size_t)snprintf(out + n, cap - n, "%s%llu", i ? "," : "", (unsigned long long)dims[i]);
+    if (n < cap) snprintf(out + n, cap - n, "]");
+}
+
+/* Does the entry have the dtype and shape that the model wants of `id`? */
+static int header_entry_check(const model *m, const k3_shape *sh, const name_id *id,
+                              const header_entry *h, const char *name, const char *file,
+                              k3_error *err) {
+    uint64_t want[3];
+    int n_dims = 2;
+    enum dtype dtype = U8;
+    if (id->expert_tensor >= 0) {
+        expert_dims(sh, id->expert_tensor, &want[0], &want[1]);
+    } else {
+        const tensor_def *d = &TENSOR[id->tensor];
+        dtype = d->dtype;
+        n_dims = d->n_dims;
+        for (int i = 0; i < n_dims; i++) want[i] = m->dims[d->dims[i]];
+        if (id->tensor == T_A_LOG && h->n_dims == 1 && h->dims[0] > want[0])
+            want[0] = h->dims[0]; /* padded: the first num_heads entries count */
+    }
+    if (strcmp(h->dtype, DTYPE_NAME[dtype]) != 0)
+        return fail(err, K3_EMODEL, "%s in %s: dtype %s, expected %s", name, file, h->dtype,
+                    DTYPE_NAME[dtype]);
+    if (h->n_dims != n_dims || memcmp(h->dims, want, (size_t)n_dims * sizeof *want) != 0) {
+        char has[200], wants[80];
+        shape_text(h->dims, h->n_dims, has, sizeof has);
+        shape_text(want, n_dims, wants, sizeof wants);
+        return fail(err, K3_EMODEL, "%s in %s: shape %s, but config.json asks for %s", name, file,
+                    has, wants);
+    }
+    if (h->end - h->begin != h->n_elements * DTYPE_BYTES[dtype])
+        return fail(err, K3_EMODEL, "%s in %s: data_offsets span %llu bytes, its shape needs %llu",
+                    name, file, (unsigned long long)(h->end - h->begin),
+                    (unsigned long long)(h->n_elements * DTYPE_BYTES[dtype]));
+    return 0;
+}
+
+/* Remember where a known tensor lies; refuse a second one. */
+static int model_put(model *m, const k3_shape *sh, const name_id *id, uint64_t offset,
+                     uint16_t i_shard, const char *name, k3_error *err) {
+    uint16_t *at_shard;
+    uint64_t *at_offset;
+    if (id->expert_tensor >= 0) {
+        expert_place *e = model_expert(m, sh, id->il, id->ie);
+        at_shard = &e->shard[id->expert_tensor];
+        at_offset = &e->offset[id->expert_tensor];
+    } else {
+        place *p = model_place(m, id);
+        at_shard = &p->shard;
+        at_offset = &p->offset;
+    }
+    if (*at_shard != NO_SHARD)
+        return fail(err, K3_EMODEL, "%s is in both %s and %s; remove the file that is not part of the release",
+                    name, m->shards[*at_shard].name, m->shards[i_shard].name);
+    *at_shard = i_shard;
+    *at_offset = offset;
+    return 0;
+}
+
+static void model_note_unknown(model *m, const char *name, const char *file) {
+    char line[600];
+    if (!m->opt->note || m->n_unknown++ >= 8) return;
+    snprintf(line, sizeof line, "tensor %s in %s is not part of the text model: ignored%s", name,
+             file, m->n_unknown == 8 ? " (and no more are named)" : "");
+    m->opt->note(m->opt->user, line);
+}
+
+/* Check one entry and put it in the table. `data` is where the data begins in the file. */
+static int header_take(model *m, const k3_shape *sh, uint16_t i_shard, const char *name,
+                       json_object *v, uint64_t data, span *sp, k3_error *err) {
+    const shard *s = &m->shards[i_shard];
+    header_entry h;
+    const char *why;
+    if (!header_entry_parse(v, &h, &why))
+        return fail(err, K3_EMODEL, "%s in %s: %s", name, s->name, why);
+    if (h.end > s->size - data)
+        return fail(err, K3_EMODEL,
+                    "%s: truncated: %s ends at byte %llu but the file has %llu; download it again",
+                    s->name, name, (unsigned long long)(data + h.end), (unsigned long long)s->size);
+    *sp = (span){h.begin, h.end, name};
+    name_id id;
+    if (is_vision(name)) return 0;
+    if (!name_parse(sh, name, &id)) {
+        model_note_unknown(m, name, s->name);
+        return 0;
+    }
+    int rc = header_entry_check(m, sh, &id, &h, name, s->name, err);
+    return rc < 0 ? rc : model_put(m, sh, &id, data + h.begin, i_shard, name, err);
+}
+
+static int header_overlaps(span *spans, size_t n, const char *file, k3_error *err) {
+    qsort(spans, n, sizeof *spans, span_order);
+    for (size_t i = 1; i < n; i++)
+        if (spans[i].begin < spans[i - 1].end)
+            return fail(err, K3_EMODEL, "%s: %s and %s overlap at data offset %llu", file,
+                        spans[i - 1].name, spans[i].name, (unsigned long long)spans[i].begin);
+    return 0;
+}
+
+/* All entries of a parsed header (borrowed). */
+static int header_entries(model *m, const k3_shape *sh, uint16_t i_shard, json_object *top,
+                          uint64_t data, k3_error *err) {
+    const char *file = m->shards[i_shard].name;
+    if (!json_object_is_type(top, json_type_object))
+        return fail(err, K3_EMODEL, "%s: its header is not a JSON object", file);
+    size_t n = (size_t)json_object_object_length(top), n_spans = 0;
+    span *spans = malloc((n + 1) * sizeof *spans);
+    if (!spans) return fail(err, K3_ENOMEM, "%s: out of memory for %zu tensors", file, n);
+    int rc = 0;
+    json_object_object_foreach(top, name, v) {
+        if (strcmp(name, "__metadata__") == 0) continue;
+        rc = header_take(m, sh, i_shard, name, v, data, &spans[n_spans++], err);
+        if (rc < 0) break;
+    }
+    if (rc == 0) rc = header_overlaps(spans, n_spans, file, err);
+    free(spans);
+    return rc;
+}
+
+#define HEADER_MAX_BYTES 100000000u /* the safetensors format's own limit */
+
+/* Read exactly n bytes. Interrupted and partial reads go on; the end of the file is an error. */
+static int read_exact(const shard *s, void *to, uint64_t n, uint64_t offset, k3_error *err) {
+    uint8_t *p = to;
+    while (n > 0) {
+        size_t step = n < (1u << 30) ? (size_t)n : 1u << 30;
+        ssize_t got = pread(s->fd, p, step, (off_t)offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0)
+            return fail(err, K3_EIO, "%s: read of %llu bytes at offset 0x%llx: %s", s->name,
+                        (unsigned long long)n, (unsigned long long)offset, strerror(errno));
+        if (got == 0)
+            return fail(err, K3_EIO, "%s: short by %llu bytes at offset 0x%llx; did it shrink?",
+                        s->name, (unsigned long long)n, (unsigned long long)offset);
+        p += got;
+        n -= (uint64_t)got;
+        offset += (uint64_t)got;
+    }
+    return 0;
+}
+
+static int header_read(model *m, const k3_shape *sh, uint16_t i_shard, k3_error *err) {
+    const shard *s = &m->shards[i_shard];
+    uint8_t len8[8];
+    if (s->size < 8) return fail(err, K3_EMODEL, "%s: %llu bytes is no safetensors file; download it again",
+                                 s->name, (unsigned long long)s->size);
+    int rc = read_exact(s, len8, 8, 0, err);
+    if (rc < 0) return rc;
+    uint64_t n = 0;
+    for (int i = 7; i >= 0; i--) n = n << 8 | len8[i];
+    if (n > s->size - 8)
+        return fail(err, K3_EMODEL,
+                    "%s: its header of %llu bytes is larger than the file (%llu); download it again",
+                    s->name, (unsigned long long)n, (unsigned long long)s->size);
+    if (n > HEADER_MAX_BYTES)
+        return fail(err, K3_EMODEL, "%s: header of %llu bytes, more than the format's limit of %u",
+                    s->name, (unsigned long long)n, HEADER_MAX_BYTES);
+    char *text = malloc((size_t)n + 1);
+    if (!text) return fail(err, K3_ENOMEM, "%s: out of memory for its header", s->name);
+    rc = read_exact(s, text, n, 8, err);
+    json_object *top = rc < 0 ? NULL : json_parse(text, (size_t)n, 8, s->name, err);
+    free(text);
+    if (!top) return rc < 0 ? rc : K3_EMODEL;
+    rc = header_entries(m, sh, i_shard, top, 8 + n, err);
+    json_object_put(top);
+    return rc;
+}
+
+/* ---- The index, streamed: only to learn which shards must be there ---- */
+
+typedef struct {
+    FILE *f;
+    int c; /* current character, EOF at the end */
+} scan;
+
+static void scan_next(scan *s) { s->c = getc_unlocked(s->f); }
+
+static void scan_space(scan *s) {
+    while (s->c == ' ' || s->c == '\n' || s->c == '\r' || s->c == '\t') scan_next(s);
+}
+
+/* A JSON string into out; false when it is none, too long, or never ends. */
+static bool scan_string(scan *s, char *out, size_t cap) {
+    size_t n = 0;
+    scan_space(s);
+    if (s->c != '"') return false;
+    for (scan_next(s); s->c != '"'; scan_next(s)) {
+        if (s->c == '\\') scan_next(s); /* names have no \u escapes: they would not match */
+        if (s->c == EOF || n + 1 >= cap) return false;
+        out[n++] = (char)s->c;
+    }
+    out[n] = 0;
+    scan_next(s);
+    return true;
+}
+
+static bool scan_char(scan *s, int c) {
+    scan_space(s);
+    if (s->c != c) return false;
+    scan_next(s);
+    return true;
+}
+
+/* Skip any value, up to the ',' or bracket that follows it. */
+static bool scan_value(scan *s) {
+    char text[1024];
+    for (int depth = 0;;) {
+        scan_space(s);
+        if (s->c == EOF) return false;
+        if (s->c == '"') {
+            if (!scan_string(s, text, sizeof text)) return false;
+            continue;
+        }
+        bool is_open = s->c == '{' || s->c == '[', is_close = s->c == '}' || s->c == ']';
+        if (depth == 0 && (is_close || s->c == ',')) return true;
+        depth += is_open - is_close;
+        scan_next(s);
+    }
+}
+
+static int shard_find(const model *m, const char *name) {
+    for (uint32_t i = 0; i < m->n_shards; i++)
+        if (strcmp(m->shards[i].name, name) == 0) return (int)i;
+    return -1;
+}
+
+static int shard_add(model *m, const char *name, k3_error *err) {
+    if (m->n_shards == MAX_SHARDS)
+        return fail(err, K3_EMODEL, "%s: more than %d shards", m->dir, MAX_SHARDS);
+    shard *grown = realloc(m->shards, (m->n_shards + 1) * sizeof *grown);
+    char *copy = strdup(name);
+    if (grown) m->shards = grown;
+    if (!grown || !copy) {
+        free(copy);
+        return fail(err, K3_ENOMEM, "%s: out of memory for shard names", m->dir);
+    }
+    m->shards[m->n_shards] = (shard){.name = copy, .fd = -1};
+    return (int)m->n_shards++;
+}
+
+/* The pairs of weight_map, after its opening brace. */
+static int index_pairs(model *m, scan *s, k3_error *err) {
+    char name[1024], file[512];
+    int i = -1;
+    if (scan_char(s, '}')) return 0;
+    do {
+        if (!scan_string(s, name, sizeof name) || !scan_char(s, ':') ||
+            !scan_string(s, file, sizeof file))
+            return fail(err, K3_EMODEL, "model.safetensors.index.json: weight_map is malformed at byte %ld; download it again",
+                        ftell(s->f));
+        if (strchr(file, '/'))
+            return fail(err, K3_EMODEL, "model.safetensors.index.json: %s: shard %s is not a plain file name",
+                        name, file);
+        if (i < 0 || strcmp(m->shards[i].name, file) != 0) i = shard_find(m, file);
+        if (i < 0 && (i = shard_add(m, file, err)) < 0) return i;
+        if (!is_vision(name)) m->shards[i].is_needed = true;
+    } while (scan_char(s, ','));
+    if (!scan_char(s, '}'))
+        return fail(err, K3_EMODEL, "model.safetensors.index.json: ends too early; download it again");
+    return 0;
+}
+
+/* Top level of the index: find weight_map. */
+static int index_scan(model *m, FILE *f, k3_error *err) {
+    scan s = {f, 0};
+    char key[1024];
+    bool is_found = false;
+    scan_next(&s);
+    if (!scan_char(&s, '{')) goto bad;
+    do {
+        if (!scan_string(&s, key, sizeof key) || !scan_char(&s, ':')) goto bad;
+        if (strcmp(key, "weight_map") == 0 && scan_char(&s, '{')) {
+            int rc = index_pairs(m, &s, err);
+            if (rc < 0) return rc;
+            is_found = true;
+        } else if (!scan_value(&s)) {
+            goto bad;
+        }
+    } while (scan_char(&s, ','));
+    if (is_found && scan_char(&s, '}')) return 0;
+bad:
+    return fail(err, K3_EMODEL,
+                "model.safetensors.index.json: not an index with a weight_map; download it again");
+}
+
+/* Without an index: every *.safetensors of the directory. */
+static int shards_from_dir(model *m, k3_error *err) {
+    DIR *d = opendir(m->dir);
+    if (!d) return fail(err, K3_EIO, "%s: %s", m->dir, strerror(errno));
+    int i = 0;
+    for (struct dirent *e; i >= 0 && (e = readdir(d));) {
+        size_t n = strlen(e->d_name);
+        if (n > 12 && strcmp(e->d_name + n - 12, ".safetensors") == 0 && e->d_name[0] != '.') {
+            i = shard_add(m, e->d_name, err);
+            if (i >= 0) m->shards[i].is_needed = true;
+        }
+    }
+    closedir(d);
+    if (i >= 0 && m->n_shards == 0)
+        return fail(err, K3_EMODEL, "%s: no *.safetensors files; is the download complete?", m->dir);
+    return i < 0 ? i : 0;
+}
+
+static int shard_open(model *m, shard *s, k3_error *err) {
+    char path[4096];
+    struct stat st;
+    snprintf(path, sizeof path, "%s/%s", m->dir, s->name);
+    s->fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (s->fd < 0 && errno == ENOENT)
+        return fail(err, K3_EMODEL, "%s: named by the index but not in %s; download it", s->name,
+                    m->dir);
+    if (s->fd < 0 || fstat(s->fd, &st) != 0)
+        return fail(err, K3_EIO, "%s: %s", path, strerror(errno));
+    if (!S_ISREG(st.st_mode)) return fail(err, K3_EIO, "%s: not a regular file", path);
+    s->size = (uint64_t)st.st_size;
+    return 0;
+}
+
+static int name_order(const void *a, const void *b) {
+    return strcmp(((const shard *)a)->name, ((const shard *)b)->name);
+}
+
+static int model_shards(model *m, k3_error *err) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/model.safetensors.index.json", m->dir);
+    FILE *f = fopen(path, "rb");
+    if (!f && errno != ENOENT) return fail(err, K3_EIO, "%s: %s", path, strerror(errno));
+    m->has_index = f != NULL;
+    int rc = f ? index_scan(m, f, err) : shards_from_dir(m, err);
+    if (f) fclose(f);
+    if (rc < 0) return rc;
+    qsort(m->shards, m->n_shards, sizeof *m->shards, name_order);
+    for (uint32_t i = 0; i < m->n_shards; i++)
+        if (m->shards[i].is_needed && (rc = shard_open(m, &m->shards[i], err)) < 0) return rc;
+    return 0;
+}
+
+/* ---- Everything together ---- */
+
+typedef struct {
+    model *m;
+    const k3_shape *sh;
+    name_id first;
+    uint64_t n_missing;
+} missing;
+
+static int missing_visit(void *user, const name_id *id) {
+    missing *w = user;
+    uint16_t i_shard = id->expert_tensor >= 0
+                           ? model_expert(w->m, w->sh, id->il, id->ie)->shard[id->expert_tensor]
+                           : model_place(w->m, id)->shard;
+    if (i_shard == NO_SHARD && w->n_missing++ == 0) w->first = *id;
+    return 0;
+}
+
+static int model_complete(model *m, const k3_shape *sh, k3_error *err) {
+    missing w = {m, sh, {0, -1, 0, 0}, 0};
+    char name[256];
+    model_expect(sh, missing_visit, &w);
+    if (w.n_missing == 0) return 0;
+    name_write(&w.first, name, sizeof name);
+    return fail(err, K3_EMODEL, "%s: %s is in no shard, nor are %llu others; is the download complete%s?",
+                m->dir, name, (unsigned long long)(w.n_missing - 1),
+                m->has_index ? " and config.json its own" : "");
+}
+
+static void model_close(model *m) {
+    for (uint32_t i = 0; i < m->n_shards; i++) {
+        if (m->shards[i].fd >= 0) close(m->shards[i].fd);
+        free(m->shards[i].name);
+    }
+    free(m->shards);
+    ledger_give(m->mem, m->at, m->at_bytes);
+    ledger_give(m->mem, m->experts, m->experts_bytes);
+    memset(m, 0, sizeof *m);
+}
+
+static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger *mem,
+                      k3_error *err) {
+    m->dir = o->model_dir;
+    m->opt = o;
+    m->mem = mem;
+    m->at_bytes = sh->n_layers * sizeof *m->at;
+    m->experts_bytes = (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts * sizeof *m->experts;
+    shape_dims(sh, m->dims);
+    m->at = ledger_take(mem, m->at_bytes, "tensor table", err);
+    if (!m->at) return mem->why;
+    m->experts = ledger_take(mem, m->experts_bytes, "expert table", err);
+    if (!m->experts) return mem->why;
+    memset(m->at_model, 0xff, sizeof m->at_model); /* NO_SHARD everywhere */
+    memset(m->at, 0xff, m->at_bytes);
+    memset(m->experts, 0xff, m->experts_bytes);
+    int rc = model_shards(m, err);
+    for (uint32_t i = 0; rc == 0 && i < m->n_shards; i++) {
+        if (!m->shards[i].is_needed) continue;
+        k3_progress p = {K3_PHASE_OPEN, i, m->n_shards, -1, 0};
+        if (o->progress && o->progress(o->user, &p))
+            return fail(err, K3_ECANCEL, "cancelled while opening %s", m->shards[i].name);
+        rc = header_read(m, sh, (uint16_t)i, err);
+    }
+    return rc < 0 ? rc : model_complete(m, sh, err);
+}
+
+/* ==== 6. Trunk and expert store ======================================================
+ *
+ * The trunk is read once, at open: bf16 matrices as they are, vectors widened to f32, the two
+ * vectors of each AttnRes folded into one. Embedding rows stay on disk and are read as needed.
+ * Experts live in per-layer slots, as packed bytes in the file's own order:
+ *
+ *   - a slot holds one whole expert or nothing; its bytes are checked when they arrive;
+ *   - a pinned slot is readable and cannot be evicted; everything else may change at any pin;
+ *   - the victim is the unpinned slot with the least heat (decayed router weight): a global LRU
+ *     is a cyclic scan and never hits below one token's worth of experts;
+ *   - with room for all experts nothing is ever evicted;
+ *   - a failed read leaves the slot empty and fails the step: an expert is never zeros.
+ */
+typedef struct {
+    const uint16_t *m[N_TENSORS]; /* bf16 matrices, as in the file       */
+    const float *v[N_TENSORS];    /* vectors and conv weights, f32       */
+    const float *u_att, *u_mlp;   /* AttnRes: res_norm * res_proj        */
+    const float *A;               /* exp(A_log), [kda_heads]             */
+    void *block;                  /* what all of these point into        */
+    uint64_t block_bytes;
+} layer;
+
+typedef struct {
+    uint32_t ie;
+    float heat;
+    bool is_pinned, is_full;
+} slot;
+
+typedef struct {
+    int32_t *slot_of; /* [n_experts], -1: not here */
+    slot *slots;      /* [n_slots]                 */
+    uint8_t *bytes;   /* [n_slots][expert_bytes]   */
+    uint32_t n_slots;
+} layer_store;
+
+/* Where the six tensors of a pinned expert lie. */
+typedef struct {
+    const uint8_t *p[N_EXPERT_TENSORS];
+} expert_view;
+
+struct scratch;
+
+struct k3_engine {
+    k3_shape sh;
+    k3_options opt;
+    char *dir;
+    const k3_kernels *kern;
+    int n_threads, chunk;
+    ledger mem;
+    model files;
+    layer *layers;               /* [n_layers]                  */
+    layer head;                  /* lm_head, norm, output u_att */
+    layer_store *stores;         /* [n_layers], dense ones empty */
+    struct scratch *scratch;     /* one step at a time uses it  */
+    pthread_mutex_t step;
+    uint64_t read_bytes, expert_loads, expert_uses;
+};
+
+static int engine_read(k3_engine *e, uint16_t i_shard, void *to, uint64_t n, uint64_t offset,
+                       k3_error *err) {
+    int rc = read_exact(&e->files.shards[i_shard], to, n, offset, err);
+    if (rc == 0) e->read_bytes += n;
+    return rc;
+}
+
+static int engine_progress(const k3_engine *e, k3_phase phase, uint64_t done, uint64_t total,
+                           int il, k3_error *err) {
+    k3_progress p = {phase, done, total, il, e->read_bytes};
+    if (e->opt.progress && e->opt.progress(e->opt.user, &p))
+        return fail(err, K3_ECANCEL, "cancelled");
+    return 0;
+}
+
+/* ---- Trunk ---- */
+
+static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+
+/* A tensor that is kept as f32: everything that is no bf16 matrix. */
+static bool is_vector(enum tensor t) {
+    const tensor_def *d = &TENSOR[t];
+    return d->dtype == F32 || d->n_dims == 1 || d->dims[0] == D_1;
+}
+
+static uint64_t resident_bytes(const model *m, enum tensor t) {
+    uint64_t n = tensor_elements(m->dims, t);
+    return round_up(n * (is_vector(t) ? sizeof(float) : sizeof(uint16_t)), 64);
+}
+
+/* Read one tensor to `to`. bf16 vectors are read into the upper half and widened in place: the
+ * read of element i lies at or behind its write. */
+static int trunk_read(k3_engine *e, enum tensor t, const place *at, void *to, k3_error *err) {
+    uint64_t n = tensor_elements(e->files.dims, t), bytes = tensor_bytes(e->files.dims, t);
+    bool is_widened = is_vector(t) && TENSOR[t].dtype == BF16;
+    uint8_t *from = (uint8_t *)to + (is_widened ? bytes : 0);
+    int rc = engine_read(e, at->shard, from, bytes, at->offset, err);
+    if (rc < 0) return fail_in(err, rc, "%s", TENSOR[t].name);
+    if (!is_widened) return 0;
+    float *f = to;
+    for (uint64_t i = 0; i < n; i++) {
+        uint16_t half;
+        memcpy(&half, from + 2 * i, sizeof half);
+        f[i] = k3_bf16_f32(half);
+    }
+    return 0;
+}
+
+/* u = norm.w * proj.w (NUMERICS 3), kept in place of the norm. */
+static const float *fold_res(const float *norm, const float *proj, uint64_t n) {
+    float *u = (float *)(uintptr_t)norm;
+    for (uint64_t i = 0; i < n; i++) u[i] = norm[i] * proj[i];
+    return u;
+}
+
+/* Load every tensor of `first..last` that the layer has, except `skip`. */
+static int trunk_load(k3_engine *e, layer *ly, const place *at, int first, int last, int64_t il,
+                      uint64_t *done, k3_error *err) {
+    const model *m = &e->files;
+    uint64_t total = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        uint8_t *to = ly->block;
+        for (int t = first; t < last; t++) {
+            if ((il >= 0 && !layer_has(&e->sh, (uint32_t)il, TENSOR[t].part)) || t == T_EMBED)
+                continue;
+            uint64_t n = resident_bytes(m, (enum tensor)t);
+            if (pass == 0) {
+                total += n;
+                continue;
+            }
+            int rc = trunk_read(e, (enum tensor)t, &at[t], to, err);
+            if (rc < 0) return rc;
+            if (is_vector((enum tensor)t))
+                ly->v[t] = (const float *)(const void *)to;
+            else
+                ly->m[t] = (const uint16_t *)(const void *)to;
+            to += n;
+            *done += n;
+            rc = engine_progress(e, K3_PHASE_LOAD, *done, e->sh.trunk_bytes, (int)il, err);
+            if (rc < 0) return rc;
+        }
+        if (pass == 1) break;
+        ly->block_bytes = total;
+        ly->block = ledger_take(&e->mem, total, "trunk", err);
+        if (!ly->block) return e->mem.why;
+    }
+    return 0;
+}
+
+static int trunk_open(k3_engine *e, k3_error *err) {
+    const k3_shape *sh = &e->sh;
+    uint64_t done = 0;
+    int rc = trunk_load(e, &e->head, e->files.at_model, 0, N_MODEL_TENSORS, -1, &done, err);
+    if (rc < 0) return rc;
+    e->head.u_att = fold_res(e->head.v[T_OUT_RES_NORM], e->head.v[T_OUT_RES_PROJ], sh->hidden);
+    for (uint32_t il = 0; il < sh->n_layers; il++) {
+        layer *ly = &e->layers[il];
+        rc = trunk_load(e, ly, e->files.at[il], N_MODEL_TENSORS, N_TENSORS, il, &done, err);
+        if (rc < 0) return rc;
+        ly->u_att = fold_res(ly->v[T_ATT_RES_NORM], ly->v[T_ATT_RES_PROJ], sh->hidden);
+        ly->u_mlp = fold_res(ly->v[T_MLP_RES_NORM], ly->v[T_MLP_RES_PROJ], sh->hidden);
+        if (sh->is_mla[il]) continue;
+        float *A = (float *)(uintptr_t)ly->v[T_A_LOG];
+        for (uint32_t h = 0; h < sh->kda_heads; h++) A[h] = k3_exp(A[h]);
+        ly->A = A;
+    }
+    return 0;
+}
+
+/* ---- Experts ---- */
+
+/* Offsets of the six tensors inside a slot. Contiguous in the file (the release): one read in the
+ * file's order; otherwise six reads in the order of the enum. Returns whether one read does. */
+static bool expert_layout(const k3_shape *sh, const expert_place *at, uint64_t rel[N_EXPERT_TENSORS]) {
+    uint64_t lo = UINT64_MAX, hi = 0, sum = 0;
+    bool is_one_shard = true;
+    for (int k = 0; k < N_EXPERT_TENSORS; k++) {
+        uint64_t end = at->offset[k] + expert_tensor_bytes(sh, k);
+        if (at->offset[k] < lo) lo = at->offset[k];
+        if (end > hi) hi = end;
+        is_one_shard = is_one_shard && at->shard[k] == at->shard[0];
+    }
+    bool is_contiguous = is_one_shard && hi - lo == sh->expert_bytes; /* overlaps were refused */
+    for (int k = 0; k < N_EXPERT_TENSORS; k++) {
+        rel[k] = is_contiguous ? at->offset[k] - lo : sum;
+        sum += expert_tensor_bytes(sh, k);
+    }
+    return is_contiguous;
+}
+
+/* Codes above 252 are refused where the bytes enter (NUMERICS 2). */
+static int expert_check(const k3_shape *sh, uint32_t il, uint32_t ie, const expert_view *x,
+                        const model *m, k3_error *err) {
+    for (int k = W1_SCALE; k < N_EXPERT_TENSORS; k += 2) {
+        uint64_t n = expert_tensor_bytes(sh, k), i;
+        uint8_t top = 0;
+        for (i = 0; i < n; i++) top = x->p[k][i] > top ? x->p[k][i] : top;
+        if (top <= K3_SCALE_MAX) continue;
+        for (i = 0; x->p[k][i] <= K3_SCALE_MAX; i++) {}
+        const expert_place *at = model_expert(m, sh, il, ie);
+        return fail(err, K3_EMODEL,
+                    "expert %u of layer %u: %s has scale code %u at index %llu, above 252 "
+                    "(%s, offset 0x%llx); the file is damaged, download it again",
+                    ie, il, EXPERT_TENSOR[k], x->p[k][i], (unsigned long long)i,
+                    m->shards[at->shard[k]].name, (unsigned long long)(at->offset[k] + i));
+    }
+    return 0;
+}
+
+/* Read expert (il, ie) to `to` (expert_bytes) and check it. */
+static int expert_read(k3_engine *e, uint32_t il, uint32_t ie, uint8_t *to, expert_view *x,
+                       k3_error *err) {
+    const k3_shape *sh = &e->sh;
+    const expert_place *at = model_expert(&e->files, sh, il, ie);
+    uint64_t rel[N_EXPERT_TENSORS];
+    bool is_one_read = expert_layout(sh, at, rel);
+    int rc = 0;
+    for (int k = 0; k < N_EXPERT_TENSORS; k++) {
+        x->p[k] = to + rel[k];
+        if (is_one_read) {
+            if (rel[k] == 0) rc = engine_read(e, at->shard[k], to, sh->expert_bytes, at->offset[k], err);
+        } else {
+            rc = engine_read(e, at->shard[k], to + rel[k], expert_tensor_bytes(sh, k),
+                             at->offset[k], err);
+        }
+        if (rc < 0) return fail_in(err, rc, "expert %u of layer %u", ie, il);
+    }
+    return expert_check(sh, il, ie, x, &e->files, err);
+}
+
+static slot *store_victim(layer_store *st) {
+    slot *v = NULL;
+    for (uint32_t i = 0; i < st->n_slots; i++) {
+        slot *s = &st->slots[i];
+        if (!s->is_full) return s;
+        if (!s->is_pinned && (!v || s->heat < v->heat)) v = s;
+    }
+    return v;
+}
+
+/* Make expert ie readable until store_unpin. `weight` is its router weight in this chunk. The
+ * caller pins at most n_slots at once, so a victim exists. */
+static int store_pin(k3_engine *e, uint32_t il, uint32_t ie, float weight, expert_view *x,
+                     k3_error *err) {
+    layer_store *st = &e->stores[il];
+    if (st->slot_of[ie] < 0) {
+        slot *s = store_victim(st);
+        uint32_t i = (uint32_t)(s - st->slots);
+        if (s->is_full) st->slot_of[s->ie] = -1;
+        s->is_full = false;
+        int rc = expert_read(e, il, ie, st->bytes + i * e->sh.expert_bytes, x, err);
+        if (rc < 0) return rc;
+        *s = (slot){ie, 0.0f, false, true};
+        st->slot_of[ie] = (int32_t)i;
+        e->expert_loads++;
+    }
+    slot *s = &st->slots[st->slot_of[ie]];
+    uint64_t rel[N_EXPERT_TENSORS];
+    expert_layout(&e->sh, model_expert(&e->files, &e->sh, il, ie), rel);
+    for (int k = 0; k < N_EXPERT_TENSORS; k++)
+        x->p[k] = st->bytes + (uint64_t)st->slot_of[ie] * e->sh.expert_bytes + rel[k];
+    s->is_pinned = true;
+    s->heat += weight;
+    return 0;
+}
+
+static void store_unpin(k3_engine *e, uint32_t il, uint32_t ie) {
+    layer_store *st = &e->stores[il];
+    st->slots[st->slot_of[ie]].is_pinned = false;
+}
+
+/* Once per chunk: old use counts less. */
+static void store_cool(layer_store *st) {
+    for (uint32_t i = 0; i < st->n_slots; i++) st->slots[i].heat *= 0.9f;
+}
+
+static uint64_t store_meta_bytes(const k3_shape *sh, uint32_t n_slots) {
+    return round_up(sh->n_experts * sizeof(int32_t), 64) + n_slots * sizeof(slot);
+}
+
+/* Split what the budget leaves evenly over the layers with experts. */
+static int store_open(k3_engine *e, k3_error *err) {
+    const k3_shape *sh = &e->sh;
+    uint64_t n_moe = sh->n_layers - sh->n_dense;
+    if (n_moe == 0) return 0;
+    uint64_t session = sh->state_bytes + sh->pos_bytes * (sh->max_position < 4096 ? sh->max_position : 4096);
+    uint64_t left = e->mem.limit - e->mem.used;
+    left = left > session ? left - session : 0;
+    uint64_t per_layer = left / n_moe, fixed = store_meta_bytes(sh, 0);
+    uint64_t n = per_layer > fixed ? (per_layer - fixed) / (sh->expert_bytes + sizeof(slot)) : 0;
+    uint32_t n_slots = (uint32_t)(n < sh->n_experts ? n : sh->n_experts);
+    if (n_slots == 0)
+        return fail(err, K3_EBUDGET,
+                    "experts: no room for one slot per layer; give at least %llu bytes with --ram",
+                    (unsigned long long)(e->mem.used + session +
+                                         n_moe * (fixed + sizeof(slot) + sh->expert_bytes)));
+    for (uint32_t il = sh->n_dense; il < sh->n_layers; il++) {
+        layer_store *st = &e->stores[il];
+        uint8_t *meta = ledger_take(&e->mem, store_meta_bytes(sh, n_slots), "expert slots", err);
+        if (!meta) return e->mem.why;
+        st->slot_of = (int32_t *)(void *)meta;
+        st->slots = (slot *)(void *)(meta + round_up(sh->n_experts * sizeof(int32_t), 64));
+        st->n_slots = n_slots;
+        memset(st->slot_of, 0xff, sh->n_experts * sizeof(int32_t));
+        st->bytes = ledger_take(&e->mem, n_slots * sh->expert_bytes, "expert slots", err);
+        if (!st->bytes) return e->mem.why;
+    }
+    return 0;
+}
+
+static void store_close(k3_engine *e) {
+    for (uint32_t il = 0; e->stores && il < e->sh.n_layers; il++) {
+        layer_store *st = &e->stores[il];
+        ledger_give(&e->mem, st->bytes, st->n_slots * e->sh.expert_bytes);
+        ledger_give(&e->mem, st->slot_of, store_meta_bytes(&e->sh, st->n_slots));
+    }
+}
+
+/* ==== 8. One step: scratch, rows, embedding, norms ===================================
+ *
+ * A chunk of T positions goes through the model layer by layer, so that each weight is read
+ * once for all of them. All buffers are taken at open for the largest chunk; the four kinds of
+ * sublayer share one arena. `packed` is the layout of kernels.h. Everything that has a row per
+ * position is split over threads by position, every matrix by output rows, attention by heads.
+ */
+#define ROW_TILE  32   /* output rows a thread takes at a time: one packed group */
+#define KDA_TILE  32   /* positions whose q, k, v, a of one head are held at once */
+#define MLA_BLOCK 256  /* positions per softmax block (NUMERICS 3)               */
+#define MLA_TOK   8    /* positions x heads whose queries share a pass over the cache */
+#define MLA_HEADS 8
+#define MLA_ROWS  (MLA_TOK * MLA_HEADS)
+
+typedef struct { /* [T][.] each; `p` marks packed */
+    float *raw[3], *g, *f, *fa, *fap, *b, *att, *attp;
+} kda_bufs;
+
+typedef struct {
+    float *cq, *cqp, *kv, *q, *g, *att, *attp;
+} mla_bufs;
+
+typedef struct {
+    float *g, *u, *hp;
+} dense_bufs;
+
+typedef struct {
+    float *router, *z, *zp, *sg, *su, *shp, *up, *r, *rp;
+    int64_t *Q;             /* [T][latent] the exact sum             */
+    float *zpair, *hpair;   /* [max_pairs][latent], [..][inter], packed per expert */
+} moe_bufs;
+
+typedef struct {
+    uint32_t ie, first, n; /* pairs [first, first + n) of this expert */
+    expert_view view;
+} routed;
+
+struct scratch {
+    float *P, *x, *f;  /* [chunk][hidden]: running sum, mixed input, sublayer output */
+    float *xp;         /* packed normed input                                        */
+    float *blocks;     /* [n_blocks][chunk][hidden]                                  */
+    kda_bufs kda;
+    mla_bufs mla;
+    dense_bufs dense;
+    moe_bufs moe;
+    float *local;      /* [n_threads][local_floats] */
+    uint64_t local_floats;
+    uint16_t *embed;   /* [hidden] one bf16 row     */
+    uint64_t *trace;   /* [chunk][n_layers]         */
+    uint32_t *pick;    /* [chunk][top_k] ids, ascending      */
+    float *pick_w;     /* [chunk][top_k]                     */
+    uint32_t *n_of;    /* [n_experts] pairs of each expert   */
+    routed *routed;    /* [n_experts] distinct, by id        */
+    uint32_t *pair_t;  /* [chunk x top_k] position, by expert */
+    float *pair_w;
+    uint32_t max_pairs; /* most pairs computed together      */
+    void *block;
+    uint64_t block_bytes;
+};
+
+/* One step at work. */
+typedef struct {
+    k3_engine *e;
+    k3_session *s;
+    struct scratch *b;
+    const k3_kernels *k;
+    size_t T;          /* positions in this chunk         */
+    uint64_t pos;      /* absolute position of the first  */
+    uint32_t n_blocks; /* AttnRes blocks so far           */
+    uint64_t done, total; /* positions x layers, for progress */
+    k3_error *err;
+} step;
+
+struct k3_session {
+    k3_engine *e;
+    uint64_t pos, context;
+    float **state; /* [n_layers]: KDA: S [heads][d][d], then history [3][3][heads x d];
+                      MLA: cache [context][k3_pad(kv_lora + rope)], packed rows */
+    void *block;
+    uint64_t block_bytes;
+    bool is_broken;
+    k3_trace_fn trace;
+    void *trace_user;
+    uint64_t compute_ns;
+};
+
+/* A bump allocator that also measures: with base NULL only `used` counts. */
+typedef struct {
+    uint8_t *base;
+    uint64_t used;
+} bump;
+
+static void *bump_take(bump *b, uint64_t n, size_t size) {
+    void *p = b->base ? b->base + b->used : NULL;
+    b->used += round_up(n * size, 64);
+    return p;
+}
+
+static float *bump_f32(bump *b, uint64_t n) { return bump_take(b, n, sizeof(float)); }
+
+static void kda_carve(kda_bufs *k, bump *b, const k3_shape *sh, uint64_t T) {
+    uint64_t n = (uint64_t)sh->kda_heads * sh->kda_dim;
+    for (int c = 0; c < 3; c++) k->raw[c] = bump_f32(b, T * n);
+    k->g = bump_f32(b, T * n);
+    k->f = bump_f32(b, T * n);
+    k->att = bump_f32(b, T * n);
+    k->attp = bump_f32(b, T * k3_pad(n));
+    k->fa = bump_f32(b, T * sh->kda_dim);
+    k->fap = bump_f32(b, T * k3_pad(sh->kda_dim));
+    k->b = bump_f32(b, T * sh->kda_heads);
+}
+
+static void mla_carve(mla_bufs *m, bump *b, const k3_shape *sh, uint64_t T) {
+    uint64_t n = (uint64_t)sh->n_heads * sh->v_dim;
+    m->cq = bump_f32(b, T * sh->q_lora);
+    m->cqp = bump_f32(b, T * k3_pad(sh->q_lora));
+    m->kv = bump_f32(b, T * (sh->kv_lora + sh->rope_dim));
+    m->q = bump_f32(b, T * sh->n_heads * (sh->nope_dim + sh->rope_dim));
+    m->g = bump_f32(b, T * n);
+    m->att = bump_f32(b, T * n);
+    m->attp = bump_f32(b, T * k3_pad(n));
+}
+
+static void dense_carve(dense_bufs *d, bump *b, const k3_shape *sh, uint64_t T) {
+    d->g = bump_f32(b, T * sh->dense_inter);
+    d->u = bump_f32(b, T * sh->dense_inter);
+    d->hp = bump_f32(b, T * k3_pad(sh->dense_inter));
+}
+
+static void moe_carve(moe_bufs *m, bump *b, const k3_shape *sh, uint64_t T, uint64_t max_pairs) {
+    m->router = bump_f32(b, T * sh->n_experts);
+    m->z = bump_f32(b, T * sh->latent);
+    m->zp = bump_f32(b, T * sh->latent);
+    m->sg = bump_f32(b, T * sh->shared_inter);
+    m->su = bump_f32(b, T * sh->shared_inter);
+    m->shp = bump_f32(b, T * sh->shared_inter);
+    m->up = bump_f32(b, T * sh->hidden);
+    m->r = bump_f32(b, T * sh->latent);
+    m->rp = bump_f32(b, T * sh->latent);
+    m->Q = bump_take(b, T * sh->latent, sizeof(int64_t));
+    m->zpair = bump_f32(b, max_pairs * sh->latent);
+    m->hpair = bump_f32(b, max_pairs * sh->expert_inter);
+}
+
+/* Floats one thread needs for its heads (section 9) or expert rows (section 11). */
+static uint64_t local_floats(const k3_shape *sh, uint64_t T) {
+    uint64_t row = k3_pad(sh->kv_lora + sh->rope_dim), lora = k3_pad(sh->kv_lora);
+    uint64_t kda = KDA_TILE * (4 * (uint64_t)sh->kda_dim + 1) + 64;
+    uint64_t mla = MLA_TOK * sh->kv_lora + row + MLA_ROWS * (row + MLA_BLOCK + lora + 2) +
+                   MLA_HEADS * lora + MLA_TOK * lora + lora + 16 * 16;
+    uint64_t moe = 2 * T * ROW_TILE;
+    uint64_t n = kda > mla ? kda : mla;
+    return round_up(n > moe ? n : moe, 1024);
+}
+
+static uint32_t block_count(const k3_shape *sh) {
+    return (sh->n_layers + sh->block_size - 1) / sh->block_size;
+}
+
+static void scratch_carve(struct scratch *s, bump *b, const k3_shape *sh, uint64_t T,
+                          uint64_t n_threads) {
+    uint64_t n_pairs = T * sh->top_k, most = T > 1024 ? T : 1024;
+    s->max_pairs = (uint32_t)(n_pairs < most ? n_pairs : most);
+    s->P = bump_f32(b, T * sh->hidden);
+    s->x = bump_f32(b, T * sh->hidden);
+    s->f = bump_f32(b, T * sh->hidden);
+    s->xp = bump_f32(b, T * k3_pad(sh->hidden));
+    s->blocks = bump_f32(b, T * sh->hidden * block_count(sh));
+    s->local_floats = local_floats(sh, T);
+    s->local = bump_f32(b, n_threads * s->local_floats);
+    s->embed = bump_take(b, sh->hidden, sizeof(uint16_t));
+    s->trace = bump_take(b, T * sh->n_layers, sizeof(uint64_t));
+    s->pick = bump_take(b, n_pairs, sizeof(uint32_t));
+    s->pick_w = bump_f32(b, n_pairs);
+    s->n_of = bump_take(b, sh->n_experts, sizeof(uint32_t));
+    s->routed = bump_take(b, sh->n_experts, sizeof(routed));
+    s->pair_t = bump_take(b, n_pairs, sizeof(uint32_t));
+    s->pair_w = bump_f32(b, n_pairs);
+    bump arena[4] = {*b, *b, *b, *b};
+    kda_carve(&s->kda, &arena[0], sh, T);
+    mla_carve(&s->mla, &arena[1], sh, T);
+    dense_carve(&s->dense, &arena[2], sh, T);
+    moe_carve(&s->moe, &arena[3], sh, T, s->max_pairs);
+    for (int i = 0; i < 4; i++)
+        if (arena[i].used > b->used) b->used = arena[i].used;
+}
+
+static int scratch_open(k3_engine *e, k3_error *err) {
+    struct scratch *s = e->scratch = calloc(1, sizeof *s);
+    if (!s) return fail(err, K3_ENOMEM, "scratch: out of memory");
+    bump b = {NULL, 0};
+    scratch_carve(s, &b, &e->sh, (uint64_t)e->chunk, (uint64_t)e->n_threads);
+    s->block_bytes = b.used;
+    s->block = ledger_take(&e->mem, s->block_bytes, "scratch", err);
+    if (!s->block) return e->mem.why;
+    b = (bump){s->block, 0};
+    scratch_carve(s, &b, &e->sh, (uint64_t)e->chunk, (uint64_t)e->n_threads);
+    return 0;
+}
+
+/* ---- Rows through matrices ---- */
+
+/* y[t][r] = W[r] . x[t] for all rows of W; the jobs of one call may run in any order. */
+typedef struct {
+    float *y;          /* [T][ldy]          */
+    size_t ldy;
+    const uint16_t *w; /* bf16 [n_rows][n]  */
+    size_t n_rows, n;
+    const float *xp;   /* packed [T][n]     */
+} job;
+
+#define MAX_JOBS 8
+
+static void linear(const k3_engine *e, size_t T, const job *jobs, int n_jobs) {
+    size_t first[MAX_JOBS + 1] = {0};
+    for (int j = 0; j < n_jobs; j++)
+        first[j + 1] = first[j] + (jobs[j].n_rows + ROW_TILE - 1) / ROW_TILE;
+#pragma omp parallel for num_threads(e->n_threads) schedule(static)
+    for (size_t i = 0; i < first[n_jobs]; i++) {
+        fp_default();
+        int j = 0;
+        while (i >= first[j + 1]) j++;
+        const job *b = &jobs[j];
+        size_t r = (i - first[j]) * ROW_TILE;
+        size_t n_rows = b->n_rows - r < ROW_TILE ? b->n_rows - r : ROW_TILE;
+        e->kern->matmul_bf16(b->y + r, b->ldy, b->w + r * b->n, b->n, n_rows, b->n, b->xp, T);
+    }
+}
+
+/* xp = packed x[t][0..n), rows ldx apart. */
+static void pack_rows(const k3_engine *e, size_t T, float *xp, const float *x, size_t ldx, size_t n) {
+#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
+    for (size_t t = 0; t < T; t++) {
+        fp_default();
+        e->kern->pack(xp, T, t, x + t * ldx, n);
+    }
+}
+
+/* 1 / sqrt(mean x^2 + eps), n being the true length (NUMERICS 3). */
+static float rms_scale(const k3_kernels *k, const float *x, size_t n, float eps) {
+    return 1.0f / sqrtf(k->dot(x, x, n) / (float)n + eps);
+}
+
+static void rms(const k3_kernels *k, float *x, const float *w, size_t n, float eps) {
+    k->scale2(x, x, rms_scale(k, x, n, eps), w, n);
+}
+
+/* Normalise each row in place and pack it. */
+static void rms_pack_rows(const k3_engine *e, size_t T, float *xp, float *x, size_t ldx, const float *w,
+                          size_t n, float eps) {
+#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
+    for (size_t t = 0; t < T; t++) {
+        fp_default();
+        rms(e->kern, x + t * ldx, w, n, eps);
+        e->kern->pack(xp, T, t, x + t * ldx, n);
+    }
+}
+
+/* h = SiTU(g, u), packed: the inside of every gated MLP. g is overwritten. */
+static void situ_pack_rows(const k3_engine *e, size_t T, float *hp, float *g, const float *u, size_t n) {
+#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
+    for (size_t t = 0; t < T; t++) {
+        fp_default();
+        e->kern->situ(g + t * n, g + t * n, u + t * n, e->sh.situ_beta, e->sh.situ_linear_beta, n);
+        e->kern->pack(hp, T, t, g + t * n, n);
+    }
+}
+
+/* P[t] = the bf16 row of the embedding, widened, unscaled. Rows are read from disk. */
+static int embed(step *st, const uint32_t *ids) {
+    k3_engine *e = st->e;
+    uint64_t n = e->sh.hidden;
+    const place *at = &e->files.at_model[T_EMBED];
+    for (size_t t = 0; t < st->T; t++) {
+        int rc = engine_read(e, at->shard, st->b->embed, n * sizeof(uint16_t),
+                             at->offset + ids[t] * n * sizeof(uint16_t), st->err);
+        if (rc < 0) return fail_in(st->err, rc, "embedding of id %u", ids[t]);
+        st->k->widen(st->b->P + t * n, st->b->embed, n);
+    }
+    return 0;
+}
+
+/* ==== 9. KDA and MLA =================================================================
+ *
+ * KDA carries a d x d state and three conv samples per channel; prefill runs the same recurrence
+ * as decode, head by head. MLA is always the absorbed form over a cache of latent rows, whose
+ * softmax is cut in blocks of 256 absolute positions so that chunking cannot show. Scores beyond
+ * one block are recomputed rather than kept: scratch does not grow with the context.
+ */
+static float *kda_history(const step *st, uint32_t il) {
+    const k3_shape *sh = &st->e->sh;
+    return st->s->state[il] + (size_t)sh->kda_heads * sh->kda_dim * sh->kda_dim;
+}
+
+/* The sample of channel row `t` (may be negative: history) of projection c. */
+static const float *kda_sample(const step *st, const float *history, int c, int64_t t) {
+    size_t n = (size_t)st->e->sh.kda_heads * st->e->sh.kda_dim;
+    return t >= 0 ? st->b->kda.raw[c] + (size_t)t * n : history + ((size_t)c * 3 + (size_t)(t + 3)) * n;
+}
+
+/* silu(causal conv) of head h at position t of the chunk (K3-SPEC 3.3 step 2). */
+static void kda_conv(const step *st, uint32_t il, int c, size_t t, size_t h, float *y) {
+    static const enum tensor conv[3] = {T_CONV_Q, T_CONV_K, T_CONV_V};
+    size_t d = st->e->sh.kda_dim;
+    const float *history = kda_history(st, il), *r[4];
+    for (int j = 0; j < 4; j++) r[j] = kda_sample(st, history, c, (int64_t)t - 3 + j) + h * d;
+    st->k->conv_silu(y, r, st->e->layers[il].v[conv[c]] + h * d * 4, d);
+}
+
+/* One head over all positions of the chunk. */
+static void kda_head(const step *st, uint32_t il, size_t h, float *local) {
+    const k3_shape *sh = &st->e->sh;
+    const k3_kernels *k = st->k;
+    const layer *ly = &st->e->layers[il];
+    const kda_bufs *b = &st->b->kda;
+    size_t d = sh->kda_dim, n = (size_t)sh->kda_heads * d;
+    float *q = local, *key = q + KDA_TILE * d, *val = key + KDA_TILE * d, *a = val + KDA_TILE * d;
+    float *beta = a + KDA_TILE * d, *S = st->s->state[il] + h * d * d;
+    float q_scale = (float)(1.0 / sqrt((double)d));
+    for (size_t t0 = 0; t0 < st->T; t0 += KDA_TILE) {
+        size_t n_tok = st->T - t0 < KDA_TILE ? st->T - t0 : KDA_TILE;
+        for (size_t i = 0; i < n_tok; i++) {
+            float *qi = q + i * d, *ki = key + i * d;
+            kda_conv(st, il, 0, t0 + i, h, qi);
+            kda_conv(st, il, 1, t0 + i, h, ki);
+            kda_conv(st, il, 2, t0 + i, h, val + i * d);
+            k->scale(qi, qi, 1.0f / sqrtf(k->dot(qi, qi, d) + 1e-6f), d);
+            k->scale(qi, qi, q_scale, d);
+            k->scale(ki, ki, 1.0f / sqrtf(k->dot(ki, ki, d) + 1e-6f), d);
+            k->kda_decay(a + i * d, b->f + (t0 + i) * n + h * d, ly->v[T_DT_BIAS] + h * d, ly->A[h],
+                         sh->gate_lower_bound, d);
+            beta[i] = k3_sigmoid(b->b[(t0 + i) * sh->kda_heads + h]);
+        }
+        k->kda(S, d, n_tok, a, key, q, val, d, beta, 1, b->att + t0 * n + h * d, n);
+        for (size_t t = t0; t < t0 + n_tok; t++) {
+            float *o = b->att + t * n + h * d;
+            rms(k, o, ly->v[T_O_NORM], d, sh->rms_eps);
+            k->mul_sigmoid(o, o, b->g + t * n + h * d, d);
+        }
+    }
+}
+
+/* Keep the last three raw samples of each projection. */
+static void kda_remember(const step *st, uint32_t il) {
+    size_t n = (size_t)st->e->sh.kda_heads * st->e->sh.kda_dim;
+    float *history = kda_history(st, il);
+    for (int c = 0; c < 3; c++)
+        for (int i = 0; i < 3; i++)
+            memmove(history + ((size_t)c * 3 + (size_t)i) * n,
+                    kda_sample(st, history, c, (int64_t)st->T - 3 + i), n * sizeof(float));
+}
+
+/* f = KDA(xp). Shapes: xp packed [T][hidden], f [T][hidden]. */
+static void kda(step *st, uint32_t il) {
+    const k3_engine *e = st->e;
+    const k3_shape *sh = &e->sh;
+    const layer *ly = &e->layers[il];
+    const kda_bufs *b = &st->b->kda;
+    size_t T = st->T, H = sh->hidden, d = sh->kda_dim, n = (size_t)sh->kda_heads * d;
+    const float *xp = st->b->xp;
+    const job in[] = {
+        {b->raw[0], n, ly->m[T_KDA_Q], n, H, xp}, {b->raw[1], n, ly->m[T_KDA_K], n, H, xp},
+        {b->raw[2], n, ly->m[T_KDA_V], n, H, xp}, {b->g, n, ly->m[T_KDA_G], n, H, xp},
+        {b->fa, d, ly->m[T_F_A], d, H, xp},       {b->b, sh->kda_heads, ly->m[T_B], sh->kda_heads, H, xp},
+    };
+    linear(e, T, in, 6);
+    pack_rows(e, T, b->fap, b->fa, d, d);
+    linear(e, T, &(job){b->f, n, ly->m[T_F_B], n, d, b->fap}, 1);
+#pragma omp parallel for num_threads(e->n_threads) schedule(static)
+    for (size_t h = 0; h < sh->kda_heads; h++) {
+        fp_default();
+        kda_head(st, il, h, st->b->local + (size_t)thread_index() * st->b->local_floats);
+    }
+    kda_remember(st, il);
+    pack_rows(e, T, b->attp, b->att, n, n);
+    linear(e, T, &(job){st->b->f, H, ly->m[T_KDA_O], H, n, b->attp}, 1);
+}
+
+/* ---- MLA ---- */
+
+/* One thread's attention: nh heads from h0 at nt positions from t0 of the chunk. Query q of the
+ * tile is position q / nh, head q % nh. */
+typedef struct {
+    const step *st;
+    uint32_t il;
+    size_t h0, nh, t0, nt;
+    size_t row;              /* floats of a cache row: k3_pad(kv_lora + rope)  */
+    size_t lora;             /* k3_pad(kv_lora)                                */
+    const float *cache;      /* [context][row], packed                         */
+    float *qabs, *plain;     /* [nt][kv_lora], one query                       */
+    float *qp;               /* packed queries [nt x nh][row]                  */
+    float *score;            /* [nt x nh][MLA_BLOCK]                           */
+    float *ctx, *ctx_b;      /* [nt x nh][lora], [nh][lora]: in packed order   */
+    float *ctxp;             /* packed [nt][kv_lora] of one head               */
+    float *m, *Z;            /* [nt x nh] running maximum, sum                 */
+} mla_tile;
+
+static void mla_tile_carve(mla_tile *a, float *local) {
+    const k3_shape *sh = &a->st->e->sh;
+    bump b = {(uint8_t *)local, 0};
+    a->row = k3_pad(sh->kv_lora + sh->rope_dim);
+    a->lora = k3_pad(sh->kv_lora);
+    a->cache = a->st->s->state[a->il];
+    a->qabs = bump_f32(&b, MLA_TOK * sh->kv_lora);
+    a->plain = bump_f32(&b, a->row);
+    a->qp = bump_f32(&b, MLA_ROWS * a->row);
+    a->score = bump_f32(&b, MLA_ROWS * MLA_BLOCK);
+    a->ctx = bump_f32(&b, MLA_ROWS * a->lora);
+    a->ctx_b = bump_f32(&b, MLA_HEADS * a->lora);
+    a->ctxp = bump_f32(&b, MLA_TOK * a->lora);
+    a->m = bump_f32(&b, MLA_ROWS);
+    a->Z = bump_f32(&b, MLA_ROWS);
+}
+
+/* Rows of kv_b that belong to head h: nope of Uk, then v of Uv. */
+static const uint16_t *mla_kv_b(const mla_tile *a, size_t h) {
+    const k3_shape *sh = &a->st->e->sh;
+    return a->st->e->layers[a->il].m[T_KV_B] + h * (sh->nope_dim + sh->v_dim) * sh->kv_lora;
+}
+
+/* q_abs[j] = sum_i Uk[i][j] q_nope[i]; the query is [q_abs | q_pe], packed. */
+static void mla_queries(const mla_tile *a) {
+    const k3_shape *sh = &a->st->e->sh;
+    const k3_kernels *k = a->st->k;
+    size_t dim = sh->nope_dim + sh->rope_dim, ldq = sh->n_heads * dim, lora = sh->kv_lora;
+    for (size_t hi = 0; hi < a->nh; hi++) {
+        const float *q = a->st->b->mla.q + a->t0 * ldq + (a->h0 + hi) * dim;
+        k->chain_bf16(a->qabs, lora, mla_kv_b(a, a->h0 + hi), lora, sh->nope_dim, lora, q, ldq, a->nt);
+        for (size_t ti = 0; ti < a->nt; ti++) {
+            memcpy(a->plain, a->qabs + ti * lora, lora * sizeof(float));
+            memcpy(a->plain + lora, q + ti * ldq + sh->nope_dim, sh->rope_dim * sizeof(float));
+            k->pack(a->qp, a->nt * a->nh, ti * a->nh + hi, a->plain, lora + sh->rope_dim);
+        }
+    }
+}
+
+/* How many positions of block b query position ti may see: 0..256. */
+static size_t mla_visible(const mla_tile *a, size_t ti, size_t b) {
+    uint64_t end = a->st->pos + a->t0 + ti + 1, begin = (uint64_t)b * MLA_BLOCK;
+    if (end <= begin) return 0;
+    return end - begin < MLA_BLOCK ? (size_t)(end - begin) : MLA_BLOCK;
+}
+
+/* score[q][s] = (row_s . query) * scale over one block. */
+static void mla_scores(const mla_tile *a, size_t b) {
+    const k3_shape *sh = &a->st->e->sh;
+    size_t n = mla_visible(a, a->nt - 1, b), n_q = a->nt * a->nh;
+    float scale = (float)(1.0 / sqrt((double)(sh->nope_dim + sh->rope_dim)));
+    a->st->k->matmul_f32(a->score, MLA_BLOCK, a->cache + b * MLA_BLOCK * a->row, n,
+                         sh->kv_lora + sh->rope_dim, a->qp, n_q);
+    for (size_t q = 0; q < n_q; q++)
+        a->st->k->scale(a->score + q * MLA_BLOCK, a->score + q * MLA_BLOCK, scale, n);
+}
+
+/* m[q] = the largest score over everything q sees, before any exp. */
+static void mla_maxima(const mla_tile *a, size_t n_blocks) {
+    for (size_t b = 0; b < n_blocks; b++) {
+        mla_scores(a, b);
+        for (size_t q = 0; q < a->nt * a->nh; q++) {
+            const float *score = a->score + q * MLA_BLOCK;
+            size_t n = mla_visible(a, q / a->nh, b);
+            float m = b == 0 ? score[0] : a->m[q];
+            for (size_t s = 0; s < n; s++) m = score[s] > m ? score[s] : m;
+            a->m[q] = m;
+        }
+    }
+}
+
+/* Z and ctx of block b for the heads of one position, added to what earlier blocks gave. */
+static void mla_block(const mla_tile *a, size_t ti, size_t b, const float *ones) {
+    const k3_kernels *k = a->st->k;
+    size_t n = mla_visible(a, ti, b), q0 = ti * a->nh;
+    if (n == 0) return;
+    float *e = a->score + q0 * MLA_BLOCK, *ctx = a->ctx + q0 * a->lora;
+    for (size_t hi = 0; hi < a->nh; hi++) {
+        float *eh = e + hi * MLA_BLOCK;
+        k->exp_sub(eh, eh, a->m[q0 + hi], n);
+        float Z = k->dot(eh, ones, n);
+        a->Z[q0 + hi] = b == 0 ? Z : a->Z[q0 + hi] + Z;
+    }
+    k->chain_f32(b == 0 ? ctx : a->ctx_b, a->lora, a->cache + b * MLA_BLOCK * a->row, a->row, n,
+                 a->lora, e, MLA_BLOCK, a->nh);
+    if (b > 0) k->add(ctx, a->ctx_b, a->nh * a->lora);
+}
+
+/* att = (Uv (ctx / Z)) * sigmoid(G), one head at a time. */
+static void mla_output(const mla_tile *a) {
+    const k3_shape *sh = &a->st->e->sh;
+    const k3_kernels *k = a->st->k;
+    const mla_bufs *m = &a->st->b->mla;
+    size_t ldo = (size_t)sh->n_heads * sh->v_dim, lora = sh->kv_lora;
+    for (size_t hi = 0; hi < a->nh; hi++) {
+        size_t h = a->h0 + hi, at = a->t0 * ldo + h * sh->v_dim;
+        for (size_t ti = 0; ti < a->nt; ti++) {
+            float *ctx = a->ctx + (ti * a->nh + hi) * a->lora;
+            k->divide(ctx, ctx, a->Z[ti * a->nh + hi], a->lora);
+            for (size_t j = 0; j < lora; j++)
+                a->plain[j] = ctx[j / K3_GROUP * K3_GROUP + k3_xp_lane(j % K3_GROUP)];
+            k->pack(a->ctxp, a->nt, ti, a->plain, lora);
+        }
+        k->matmul_bf16(m->att + at, ldo, mla_kv_b(a, h) + sh->nope_dim * lora, lora, sh->v_dim, lora,
+                       a->ctxp, a->nt);
+        for (size_t ti = 0; ti < a->nt; ti++)
+            k->mul_sigmoid(m->att + at + ti * ldo, m->att + at + ti * ldo, m->g + at + ti * ldo,
+                           sh->v_dim);
+    }
+}
+
+static void mla_attend(const mla_tile *a) {
+    static const float ones[MLA_BLOCK] = {
+#define ONES8 1, 1, 1, 1, 1, 1, 1, 1
+#define ONES64 ONES8, ONES8, ONES8, ONES8, ONES8, ONES8, ONES8, ONES8
+        ONES64, ONES64, ONES64, ONES64};
+    size_t n_blocks = (size_t)((a->st->pos + a->t0 + a->nt - 1) / MLA_BLOCK) + 1;
+    mla_queries(a);
+    mla_maxima(a, n_blocks);
+    for (size_t b = 0; b < n_blocks; b++) {
+        if (n_blocks > 1) mla_scores(a, b); /* a single block's scores are still here */
+        for (size_t ti = 0; ti < a->nt; ti++) mla_block(a, ti, b, ones);
+    }
+    mla_output(a);
+}
+
+/* Norm the query latent; norm the new cache rows [c | k_pe] and store them packed. */
+static void mla_latents(step *st, uint32_t il) {
+    const k3_engine *e = st->e;
+    const k3_shape *sh = &e->sh;
+    const layer *ly = &e->layers[il];
+    const mla_bufs *b = &st->b->mla;
+    size_t n = sh->kv_lora + sh->rope_dim, row = k3_pad(n);
+    rms_pack_rows(e, st->T, b->cqp, b->cq, sh->q_lora, ly->v[T_Q_A_NORM], sh->q_lora, sh->eps_lora);
+#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (st->T > 1)
+    for (size_t t = 0; t < st->T; t++) {
+        fp_default();
+        rms(st->k, b->kv + t * n, ly->v[T_KV_A_NORM], sh->kv_lora, sh->eps_lora);
+        st->k->pack(st->s->state[il] + (st->pos + t) * row, 1, 0, b->kv + t * n, n);
+    }
+}
+
+/* f = MLA(xp). Shapes as kda(). */
+static void mla(step *st, uint32_t il) {
+    const k3_engine *e = st->e;
+    const k3_shape *sh = &e->sh;
+    const layer *ly = &e->layers[il];
+    const mla_bufs *b = &st->b->mla;
+    size_t T = st->T, H = sh->hidden, n_q = (size_t)sh->n_heads * (sh->nope_dim + sh->rope_dim);
+    size_t n_o = (size_t)sh->n_heads * sh->v_dim, n_kv = sh->kv_lora + sh->rope_dim;
+    const job in[] = {{b->cq, sh->q_lora, ly->m[T_Q_A], sh->q_lora, H, st->b->xp},
+                      {b->kv, n_kv, ly->m[T_KV_A], n_kv, H, st->b->xp},
+                      {b->g, n_o, ly->m[T_MLA_G], n_o, H, st->b->xp}};
+    linear(e, T, in, 3);
+    mla_latents(st, il);
+    linear(e, T, &(job){b->q, n_q, ly->m[T_Q_B], n_q, sh->q_lora, b->cqp}, 1);
+
+    size_t n_tok = (T + MLA_TOK - 1) / MLA_TOK, n_groups = (sh->n_heads + MLA_HEADS - 1) / MLA_HEADS;
+#pragma omp parallel for num_threads(e->n_threads) schedule(static)
+    for (size_t i = 0; i < n_groups * n_tok; i++) {
+        fp_default();
+        mla_tile a = {.st = st, .il = il};
+        a.h0 = i / n_tok * MLA_HEADS;
+        a.t0 = i % n_tok * MLA_TOK;
+        a.nh = sh->n_heads - a.h0 < MLA_HEADS ? sh->n_heads - a.h0 : MLA_HEADS;
+        a.nt = T - a.t0 < MLA_TOK ? T - a.t0 : MLA_TOK;
+        mla_tile_carve(&a, st->b->local + (size_t)thread_index() * st->b->local_floats);
+        mla_attend(&a);
+    }
+    pack_rows(e, T, b->attp, b->att, n_o, n_o);
+    linear(e, T, &(job){st->b->f, H, ly->m[T_MLA_O], H, n_o, b->attp}, 1);
+}
+
+/* ==== 10. Router =====================================================================
+ *
+ * Sigmoid scores over all experts; the bias takes part in the choice only. Ties go to the lower
+ * id, and the weights are normalised by a sum in ascending id order, so that neither depends on
+ * how the choice was made.
+ */
+
+/* Choose top_k of score + bias for one row; `logit` becomes the scores. Returns the first expert
+ * whose value is not finite, or -1. */
+static int64_t route(const k3_kernels *k, const k3_shape *sh, float *logit, const float *bias,
+                     uint32_t *id, float *w) {
+    float best[K3_MAX_TOP_K]; /* values of id[], descending, ties by id */
+    uint32_t n = 0;
+    for (uint32_t ie = 0; ie < sh->n_experts; ie++)
+        if (!isfinite(logit[ie])) return ie;
+    k->sigmoid(logit, logit, sh->n_experts);
+    for (uint32_t ie = 0; ie < sh->n_experts; ie++) {
+        float v = logit[ie] + bias[ie];
+        if (!isfinite(v)) return ie;
+        if (n == sh->top_k && !(v > best[n - 1])) continue;
+        uint32_t at = n < sh->top_k ? n++ : n - 1;
+        for (; at > 0 && v > best[at - 1]; at--) {
+            best[at] = best[at - 1];
+            id[at] = id[at - 1];
+        }
+        best[at] = v;
+        id[at] = ie;
+    }
+    for (uint32_t i = 1; i < n; i++) /* into ascending id order */
+        for (uint32_t j = i; j > 0 && id[j] < id[j - 1]; j--) {
+            uint32_t swap = id[j];
+            id[j] = id[j - 1];
+            id[j - 1] = swap;
+        }
+    float total = logit[id[0]];
+    for (uint32_t i = 1; i < n; i++) total = total + logit[id[i]];
+    for (uint32_t i = 0; i < n; i++) w[i] = (logit[id[i]] / (total + 1e-20f)) * sh->routed_scale;
+    return -1;
+}
+
+static int router(step *st, uint32_t il) {
+    const k3_shape *sh = &st->e->sh;
+    struct scratch *b = st->b;
+    int64_t bad_t = -1, bad_e = -1;
+#pragma omp parallel for num_threads(st->e->n_threads) schedule(static) if (st->T > 1)
+    for (size_t t = 0; t < st->T; t++) {
+        fp_default();
+        int64_t ie = route(st->k, sh, b->moe.router + t * sh->n_experts,
+                           st->e->layers[il].v[T_ROUTER_BIAS], b->pick + t * sh->top_k,
+                           b->pick_w + t * sh->top_k);
+        if (ie >= 0) {
+#pragma omp critical(k3_router)
+            if (bad_t < 0 || (int64_t)t < bad_t) {
+                bad_t = (int64_t)t;
+                bad_e = ie;
+            }
+        }
+    }
+    if (bad_t < 0) return 0;
+    return fail(st->err, K3_ENUMERIC,
+                "layer %u, router: the score of expert %lld at position %llu is NaN or infinite", il,
+                (long long)bad_e, (unsigned long long)(st->pos + (uint64_t)bad_t));
+}
+
+/* ==== 11. Experts ====================================================================
+ *
+ * The chunk's (position, expert) pairs are sorted by expert, so that each distinct expert is read
+ * once. Each pair's output is weighted, rounded to steps of 2^-40 and added as an integer: the
+ * sum does not depend on who computed what, in which order (NUMERICS 5).
+ */
+
+/* Sort the picks of the chunk by expert. Returns the number of distinct experts. */
+static uint32_t experts_sort(step *st) {
+    const k3_shape *sh = &st->e->sh;
+    struct scratch *b = st->b;
+    size_t n_pairs = st->T * sh->top_k;
+    uint32_t n = 0, first = 0;
+    memset(b->n_of, 0, sh->n_experts * sizeof *b->n_of);
+    for (size_t i = 0; i < n_pairs; i++) b->n_of[b->pick[i]]++;
+    for (uint32_t ie = 0; ie < sh->n_experts; ie++) {
+        if (b->n_of[ie] == 0) continue;
+        b->routed[n] = (routed){.ie = ie, .first = first, .n = 0};
+        first += b->n_of[ie];
+        b->n_of[ie] = n++; /* from here on: the expert's place in routed[] */
+    }
+    for (size_t i = 0; i < n_pairs; i++) {
+        routed *r = &b->routed[b->n_of[b->pick[i]]];
+        b->pair_t[r->first + r->n] = (uint32_t)(i / sh->top_k);
+        b->pair_w[r->first + r->n++] = b->pick_w[i];
+    }
+    return n;
+}
+
+/* h = SiTU(w1 z, w3 z) for one tile of rows of one expert, packed as w2's input. The pairs of the
+ * batch start at pair `base`. */
+static void expert_inner(const step *st, const routed *r, uint32_t base, size_t row, float *local) {
+    const k3_shape *sh = &st->e->sh;
+    const moe_bufs *m = &st->b->moe;
+    size_t lat = sh->latent, at = r->first - base, n = r->n;
+    const float *z = st->T == 1 ? m->zp : m->zpair + at * lat;
+    float *g = local, *u = local + n * ROW_TILE;
+    const uint8_t *const *w = r->view.p;
+    st->k->matmul_mxfp4(g, ROW_TILE, w[W1_PACKED] + row * (lat / 2), w[W1_SCALE] + row * (lat / K3_GROUP),
+                        ROW_TILE, lat, z, n);
+    st->k->matmul_mxfp4(u, ROW_TILE, w[W3_PACKED] + row * (lat / 2), w[W3_SCALE] + row * (lat / K3_GROUP),
+                        ROW_TILE, lat, z, n);
+    st->k->situ(g, g, u, sh->situ_beta, sh->situ_linear_beta, n * ROW_TILE);
+    for (size_t j = 0; j < n; j++) {
+        float *to = m->hpair + at * sh->expert_inter +
+                    k3_xp_group(sh->expert_inter, n, j, row / K3_GROUP);
+        for (size_t i = 0; i < ROW_TILE; i++) to[k3_xp_lane(i)] = g[j * ROW_TILE + i];
+    }
+}
+
+/* Q += q40(w * (w2 h)) for one tile of rows of one expert. Returns the row of the first term that
+ * is out of range, or -1. */
+static int64_t expert_outer(const step *st, const routed *r, uint32_t base, size_t row, float *local) {
+    const k3_shape *sh = &st->e->sh;
+    const moe_bufs *m = &st->b->moe;
+    size_t inter = sh->expert_inter, n = r->n;
+    const uint8_t *const *w = r->view.p;
+    st->k->matmul_mxfp4(local, ROW_TILE, w[W2_PACKED] + row * (inter / 2),
+                        w[W2_SCALE] + row * (inter / K3_GROUP), ROW_TILE, inter,
+                        m->hpair + (r->first - base) * inter, n);
+    for (size_t j = 0; j < n; j++) {
+        uint32_t pair = r->first + (uint32_t)j;
+        size_t bad = st->k->add_q40(m->Q + st->b->pair_t[pair] * (size_t)sh->latent + row,
+                                    local + j * ROW_TILE, st->b->pair_w[pair], ROW_TILE);
+        if (bad < ROW_TILE) return (int64_t)(row + bad);
+    }
+    return -1;
+}
+
+/* Compute a batch of pinned experts and add them to Q. */
+static int experts_compute(step *st, uint32_t il, const routed *r, uint32_t n_routed) {
+    const k3_shape *sh = &st->e->sh;
+    struct scratch *b = st->b;
+    uint32_t base = r[0].first, bad_e = UINT32_MAX;
+    int64_t bad_row = -1;
+    if (st->T > 1) {
+#pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
+        for (uint32_t x = 0; x < n_routed; x++) {
+            fp_default();
+            for (uint32_t j = 0; j < r[x].n; j++)
+                st->k->pack(b->moe.zpair + (size_t)(r[x].first - base) * sh->latent, r[x].n, j,
+                            b->moe.z + (size_t)b->pair_t[r[x].first + j] * sh->latent, sh->latent);
+        }
+    }
+    size_t n_inner = (size_t)sh->expert_inter / ROW_TILE * n_routed; /* tile-major: even load */
+#pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
+    for (size_t i = 0; i < n_inner; i++) {
+        fp_default();
+        expert_inner(st, &r[i % n_routed], base, i / n_routed * ROW_TILE,
+                     b->local + (size_t)thread_index() * b->local_floats);
+    }
+#pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
+    for (size_t i = 0; i < sh->latent / ROW_TILE; i++) {
+        fp_default();
+        for (uint32_t x = 0; x < n_routed; x++) {
+            int64_t row = expert_outer(st, &r[x], base, i * ROW_TILE,
+                                       b->local + (size_t)thread_index() * b->local_floats);
+            if (row < 0) continue;
+#pragma omp critical(k3_experts)
+            if (r[x].ie < bad_e || (r[x].ie == bad_e && row < bad_row)) {
+                bad_e = r[x].ie;
+                bad_row = row;
+            }
+            break;
+        }
+    }
+    if (bad_row < 0) return 0;
+    return fail(st->err, K3_ENUMERIC,
+                "layer %u, expert %u: output %lld is NaN or not below 2^17 in size", il, bad_e,
+                (long long)bad_row);
+}
+
+/* Q = the weighted expert sum of every position of the chunk. */
+static int experts(step *st, uint32_t il) {
+    struct scratch *b = st->b;
+    layer_store *store = &st->e->stores[il];
+    memset(b->moe.Q, 0, st->T * st->e->sh.latent * sizeof *b->moe.Q);
+    uint32_t n_routed = experts_sort(st), i = 0;
+    int rc = 0;
+    store_cool(store);
+    while (rc == 0 && i < n_routed) {
+        uint32_t first = i, n_pairs = 0;
+        for (; rc == 0 && i < n_routed && i - first < store->n_slots; i++) {
+            routed *r = &b->routed[i];
+            float weight = 0.0f;
+            if (n_pairs + r->n > b->max_pairs) break;
+            for (uint32_t j = 0; j < r->n; j++) weight += b->pair_w[r->first + j];
+            rc = store_pin(st->e, il, r->ie, weight, &r->view, st->err);
+            n_pairs += r->n;
+        }
+        if (rc == 0) rc = experts_compute(st, il, b->routed + first, i - first);
+        if (rc == 0)
+            for (uint32_t x = first; x < i; x++) store_unpin(st->e, il, b->routed[x].ie);
+    }
+    st->e->expert_uses += (uint64_t)st->T * st->e->sh.top_k;
+    return rc;
+}
+
+/* f = up(rms(r)) + shared(x) (K3-SPEC 3.5). */
+static int moe(step *st, uint32_t il) {
+    const k3_engine *e = st->e;
+    const k3_shape *sh = &e->sh;
+    const layer *ly = &e->layers[il];
+    const moe_bufs *b = &st->b->moe;
+    size_t T = st->T, H = sh->hidden, lat = sh->latent, S = sh->shared_inter;
+    const float *xp = st->b->xp;
+    const job in[] = {{b->router, sh->n_experts, ly->m[T_ROUTER], sh->n_experts, H, xp},
+                      {b->z, lat, ly->m[T_LAT_DOWN], lat, H, xp},
+                      {b->sg, S, ly->m[T_SH_GATE], S, H, xp},
+                      {b->su, S, ly->m[T_SH_UP], S, H, xp}};
+    linear(e, T, in, 4);
+    int rc = router(st, il);
+    if (rc < 0) return rc;
+    situ_pack_rows(e, T, b->shp, b->sg, b->su, S);
+    pack_rows(e, T, b->zp, b->z, lat, lat);
+    if ((rc = experts(st, il)) < 0) return rc;
+#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
+    for (size_t t = 0; t < T; t++) {
+        fp_default();
+        st->k->q40_f32(b->r + t * lat, b->Q + t * lat, lat);
+    }
+    rms_pack_rows(e, T, b->rp, b->r, lat, ly->v[T_LAT_NORM], lat, sh->rms_eps);
+    const job out[] = {{st->b->f, H, ly->m[T_LAT_UP], H, lat, b->rp},
+                       {b->up, H, ly->m[T_SH_DOWN], H, S, b->shp}};
+    linear(e, T, out, 2);
+    st->k->add(st->b->f, b->up, T * H);
+    return 0;
+}
+
+/* f = down(SiTU(gate x, up x)): the dense MLP of the first layers. */
+static void dense(step *st, uint32_t il) {
+    const layer *ly = &st->e->layers[il];
+    const dense_bufs *b = &st->b->dense;
+    size_t H = st->e->sh.hidden, n = st->e->sh.dense_inter;
+    const job in[] = {{b->g, n, ly->m[T_GATE], n, H, st->b->xp}, {b->u, n, ly->m[T_UP], n, H, st->b->xp}};
+    linear(st->e, st->T, in, 2);
+    situ_pack_rows(st->e, st->T, b->hp, b->g, b->u, n);
+    linear(st->e, st->T, &(job){st->b->f, H, ly->m[T_DOWN], H, n, b->hp}, 1);
+}
+
+/* ==== 12. AttnRes, one layer, head ===================================================
+ *
+ * There is no ordinary residual. P is the running sum of sublayer outputs since the last block
+ * boundary; every sublayer reads a softmax mix of the finished blocks and P.
+ */
+
+/* out = MIX(blocks, P; u) for position t (K3-SPEC 3.1). out must not be P. */
+static void mix(const step *st, size_t t, const float *u, float *out) {
+    const k3_kernels *k = st->k;
+    size_t H = st->e->sh.hidden, n = st->n_blocks;
+    const float *P = st->b->P + t * H;
+    if (n == 0) {
+        memcpy(out, P, H * sizeof *out);
+        return;
+    }
+    float p[K3_MAX_LAYERS + 1];
+    for (size_t j = 0; j <= n; j++) {
+        const float *V = j < n ? st->b->blocks + (j * (size_t)st->e->chunk + t) * H : P;
+        p[j] = k->dot(V, u, H) * rms_scale(k, V, H, st->e->sh.rms_eps);
+    }
+    float m = p[0];
+    for (size_t j = 1; j <= n; j++) m = p[j] > m ? p[j] : m;
+    float total = 0.0f;
+    for (size_t j = 0; j <= n; j++) {
+        p[j] = k3_exp(p[j] - m);
+        total = j == 0 ? p[0] : total + p[j];
+    }
+    for (size_t j = 0; j <= n; j++) {
+        const float *V = j < n ? st->b->blocks + (j * (size_t)st->e->chunk + t) * H : P;
+        if (j == 0)
+            k->scale(out, V, p[0] / total, H);
+        else
+            k->axpy(out, p[j] / total, V, H);
+    }
+}
+
+/* xp = packed rms(MIX(blocks, P; u); norm): the input of a sublayer, for positions t0.. */
+static void mix_pack_rows(const step *st, size_t t0, size_t n_rows, const float *u, const float *norm) {
+    size_t H = st->e->sh.hidden;
+#pragma omp parallel for num_threads(st->e->n_threads) schedule(static) if (n_rows > 1)
+    for (size_t i = 0; i < n_rows; i++) {
+        fp_default();
+        float *x = st->b->x + (t0 + i) * H;
+        mix(st, t0 + i, u, x);
+        rms(st->k, x, norm, H, st->e->sh.rms_eps);
+        st->k->pack(st->b->xp, n_rows, i, x, H);
+    }
+}
+
+/* P = P + f, or P = f just after a push. */
+static void residual(const step *st, bool is_first) {
+    size_t H = st->e->sh.hidden;
+#pragma omp parallel for num_threads(st->e->n_threads) schedule(static) if (st->T > 1)
+    for (size_t t = 0; t < st->T; t++) {
+        float *P = st->b->P + t * H;
+        fp_default();
+        if (is_first)
+            memcpy(P, st->b->f + t * H, H * sizeof *P);
+        else
+            st->k->add(P, st->b->f + t * H, H);
+    }
+}
+
+static void push_block(step *st) {
+    size_t H = st->e->sh.hidden;
+    memcpy(st->b->blocks + (size_t)st->n_blocks * (size_t)st->e->chunk * H, st->b->P,
+           st->T * H * sizeof(float));
+    st->n_blocks++;
+}
+
+/* P is finite, or the layer is named; with tracing on, its hash is kept. */
+static int layer_check(step *st, uint32_t il) {
+    const k3_shape *sh = &st->e->sh;
+    size_t H = sh->hidden;
+    int64_t bad = -1;
+#pragma omp parallel for num_threads(st->e->n_threads) schedule(static) if (st->T > 1)
+    for (size_t t = 0; t < st->T; t++) {
+        const float *P = st->b->P + t * H;
+        if (!st->k->is_finite(P, H)) {
+#pragma omp critical(k3_layer)
+            if (bad < 0 || (int64_t)t < bad) bad = (int64_t)t;
+        } else if (st->s->trace) {
+            st->b->trace[t * sh->n_layers + il] = k3_fnv1a(K3_FNV_BASIS, P, H * sizeof *P);
+        }
+    }
+    if (bad < 0) return 0;
+    return fail(st->err, K3_ENUMERIC, "layer %u: the residual at position %llu is NaN or infinite", il,
+                (unsigned long long)(st->pos + (uint64_t)bad));
+}
+
+/* One layer over the chunk, as K3-SPEC 3.0 writes it. */
+static int forward_layer(step *st, uint32_t il) {
+    const k3_shape *sh = &st->e->sh;
+    const layer *ly = &st->e->layers[il];
+    bool is_push = il % sh->block_size == 0;
+    int rc = 0;
+
+    mix_pack_rows(st, 0, st->T, ly->u_att, ly->v[T_IN_NORM]); /* x = rms(MIX(blocks, P))  */
+    if (is_push) push_block(st);                              /* the raw P, not x         */
+    if (sh->is_mla[il])                                       /* f = attention(x)         */
+        mla(st, il);
+    else
+        kda(st, il);
+    residual(st, is_push);                                    /* P = f, or P + f          */
+
+    mix_pack_rows(st, 0, st->T, ly->u_mlp, ly->v[T_POST_NORM]);
+    if (il < sh->n_dense)                                     /* f = FFN(x)               */
+        dense(st, il);
+    else if ((rc = moe(st, il)) < 0)
+        return rc;
+    residual(st, false);                                      /* P = P + f                */
+    return layer_check(st, il);
+}
+
+/* logits = lm_head . rms(MIX(blocks, P)) of the last n_rows positions. */
+static int forward_head(step *st, size_t n_rows, float *logits) {
+    const k3_shape *sh = &st->e->sh;
+    const layer *head = &st->e->head;
+    size_t V = sh->vocab_size;
+    mix_pack_rows(st, st->T - n_rows, n_rows, head->u_att, head->v[T_NORM]);
+    linear(st->e, n_rows, &(job){logits, V, head->m[T_LM_HEAD], V, sh->hidden, st->b->xp}, 1);
+    for (size_t i = 0; i < n_rows; i++)
+        if (!st->k->is_finite(logits + i * V, V))
+            return fail(st->err, K3_ENUMERIC, "head: a logit at position %llu is NaN or infinite",
+                        (unsigned long long)(st->pos + st->T - n_rows + i));
+    return 0;
+}
+
+/* One chunk: embedding, every layer, and the head for the last n_rows positions. */
+static int forward(step *st, const uint32_t *ids, size_t n_rows, float *logits) {
+    const k3_shape *sh = &st->e->sh;
+    int rc = embed(st, ids);
+    st->n_blocks = 0;
+    for (uint32_t il = 0; rc == 0 && il < sh->n_layers; il++) {
+        rc = forward_layer(st, il);
+        st->done += st->T;
+        if (rc == 0) rc = engine_progress(st->e, K3_PHASE_COMPUTE, st->done, st->total, (int)il, st->err);
+    }
+    if (rc == 0 && n_rows > 0) rc = forward_head(st, n_rows, logits);
+    if (rc < 0 || !st->s->trace) return rc;
+    for (size_t t = 0; t < st->T; t++)
+        for (uint32_t il = 0; il < sh->n_layers; il++)
+            st->s->trace(st->s->trace_user, st->pos + t, il, st->b->trace[t * sh->n_layers + il]);
+    return 0;
+}
+
+/* ==== 13. Sampling ===================================================================
+ *
+ * NUMERICS 6. The draw depends on the logits, the seed and the position alone, so the same seed
+ * gives the same text on every machine and however the work was cut.
+ */
+uint32_t k3_sample_greedy(const float *logits, size_t vocab_size) {
+    size_t best = 0;
+    for (size_t i = 1; i < vocab_size; i++)
+        if (logits[i] > logits[best]) best = i;
+    return (uint32_t)best;
+}
+
+typedef struct {
+    float l, e;
+    uint32_t id;
+} candidate;
+
+static int candidate_order(const void *a, const void *b) {
+    const candidate *x = a, *y = b;
+    if (x->l != y->l) return x->l > y->l ? -1 : 1;
+    return x->id < y->id ? -1 : x->id > y->id;
+}
+
+static int candidate_id_order(const void *a, const void *b) {
+    const candidate *x = a, *y = b;
+    return x->id < y->id ? -1 : x->id > y->id;
+}
+
+size_t k3_sample_scratch(size_t vocab_size) { return vocab_size * sizeof(candidate); }
+
+/* u in [0, 1), 24 bits of the splitmix64 output number `pos` of stream `seed`. */
+static float sample_uniform(uint64_t seed, uint64_t pos) {
+    uint64_t x = seed + (pos + 1) * 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    x = x ^ (x >> 31);
+    return (float)(x >> 40) * 0x1p-24f;
+}
+
+/* How many of the sorted candidates top-p keeps; fills e. */
+static size_t sample_cut(candidate *c, size_t n, float top_p) {
+    float total = 0.0f, sum = 0.0f;
+    size_t kept = 0;
+    for (size_t i = 0; i < n; i++) {
+        c[i].e = k3_exp(c[i].l - c[0].l);
+        total = i == 0 ? c[i].e : total + c[i].e;
+    }
+    if (!(top_p < 1.0f)) return n;
+    while (kept < n) {
+        sum = kept == 0 ? c[0].e : sum + c[kept].e;
+        kept++;
+        if (sum >= top_p * total) break;
+    }
+    return kept;
+}
+
+uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size, uint64_t pos,
+                   void *scratch) {
+    if (!(sp->temperature > 0.0f)) return k3_sample_greedy(logits, vocab_size);
+    uint64_t fp = fp_save();
+    fp_default();
+    candidate *c = scratch;
+    size_t n = vocab_size;
+    for (size_t i = 0; i < n; i++) c[i] = (candidate){logits[i] / sp->temperature, 0.0f, (uint32_t)i};
+    qsort(c, n, sizeof *c, candidate_order);
+    if (sp->top_k > 0 && sp->top_k < n) n = sp->top_k;
+    n = sample_cut(c, n, sp->top_p);
+    qsort(c, n, sizeof *c, candidate_id_order);
+    float total = c[0].e, sum = 0.0f;
+    for (size_t i = 1; i < n; i++) total = total + c[i].e;
+    float target = sample_uniform(sp->seed, pos) * total;
+    size_t pick = n - 1;
+    for (size_t i = 0; i < n; i++) {
+        sum = i == 0 ? c[0].e : sum + c[i].e;
+        if (sum > target) {
+            pick = i;
+            break;
+        }
+    }
+    fp_restore(fp);
+    return c[pick].id;
+}
+
+/* ==== 15. Sessions ===================================================================
+ *
+ * A session is what one timeline carries from position to position: for KDA layers the state and
+ * three samples of each convolution, for MLA layers the latent cache. Everything is taken when
+ * the session is made; pages of the cache cost nothing until they are written.
+ */
+static uint64_t layer_state_bytes(const k3_shape *sh, uint32_t il, uint64_t context) {
+    uint64_t n = (uint64_t)sh->kda_heads * sh->kda_dim;
+    uint64_t floats = sh->is_mla[il] ? context * k3_pad(sh->kv_lora + sh->rope_dim)
+                                     : n * sh->kda_dim + 9 * n;
+    return round_up(floats * sizeof(float), 64);
+}
+
+int k3_session_new(k3_session **out, k3_engine *e, uint64_t context, k3_error *err) {
+    const k3_shape *sh = &e->sh;
+    *out = NULL;
+    if (e->opt.headers_only)
+        return fail(err, K3_EUSAGE, "the engine was opened headers_only: it cannot run a session");
+    if (context == 0) context = sh->max_position < 4096 ? sh->max_position : 4096;
+    if (context > sh->max_position)
+        return fail(err, K3_EUSAGE, "context of %llu exceeds the model's maximum of %u positions",
+                    (unsigned long long)context, sh->max_position);
+    k3_session *s = calloc(1, sizeof *s);
+    if (!s || !(s->state = calloc(sh->n_layers, sizeof *s->state))) {
+        free(s);
+        return fail(err, K3_ENOMEM, "session: out of memory");
+    }
+    s->e = e;
+    s->context = context;
+    for (uint32_t il = 0; il < sh->n_layers; il++) s->block_bytes += layer_state_bytes(sh, il, context);
+    s->block = ledger_take(&e->mem, s->block_bytes, "session state and latent cache", err);
+    if (!s->block) {
+        int rc = e->mem.why;
+        free(s->state);
+        free(s);
+        return rc;
+    }
+    uint8_t *at = s->block;
+    for (uint32_t il = 0; il < sh->n_layers; il++) {
+        s->state[il] = (float *)(void *)at;
+        at += layer_state_bytes(sh, il, context);
+    }
+    *out = s;
+    return 0;
+}
+
+void k3_session_free(k3_session *s) {
+    if (!s) return;
+    ledger_give(&s->e->mem, s->block, s->block_bytes);
+    free(s->state);
+    free(s);
+}
+
+void k3_session_reset(k3_session *s) {
+    for (uint32_t il = 0; il < s->e->sh.n_layers; il++) /* cache rows are written before they are read */
+        if (!s->e->sh.is_mla[il])
+            memset(s->state[il], 0, layer_state_bytes(&s->e->sh, il, 0));
+    s->pos = 0;
+    s->is_broken = false;
+}
+
+static int feed_check(const k3_session *s, const uint32_t *ids, size_t n, k3_error *err) {
+    if (s->is_broken)
+        return fail(err, K3_EUSAGE, "this session ended with an error; reset it or make a new one");
+    if (n == 0) return fail(err, K3_EUSAGE, "no ids: there is nothing to continue");
+    for (size_t i = 0; i < n; i++)
+        if (ids[i] >= s->e->sh.vocab_size)
+            return fail(err, K3_EUSAGE, "id %u at index %zu is not below the vocabulary of %u", ids[i], i,
+                        s->e->sh.vocab_size);
+    if (n > s->context - s->pos)
+        return fail(err, K3_EFULL,
+                    "context full: %zu more positions after %llu exceed the context of %llu; give a "
+                    "larger --context",
+                    n, (unsigned long long)s->pos, (unsigned long long)s->context);
+    return 0;
+}
+
+int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, float *logits,
+                    k3_error *err) {
+    k3_engine *e = s->e;
+    int rc = feed_check(s, ids, n, err);
+    if (rc < 0) return rc;
+    pthread_mutex_lock(&e->step);
+    uint64_t fp = fp_save(), start = now_ns();
+    fp_default();
+    step st = {.e = e, .s = s, .b = e->scratch, .k = e->kern, .err = err};
+    st.total = (uint64_t)n * e->sh.n_layers;
+    for (size_t at = 0; rc == 0 && at < n; at += st.T) {
+        st.T = n - at < (size_t)e->chunk ? n - at : (size_t)e->chunk;
+        st.pos = s->pos;
+        size_t n_rows = rows == K3_ROWS_ALL                         ? st.T
+                        : rows == K3_ROWS_LAST && at + st.T == n ? 1
+                                                                  : 0;
+        float *to = rows == K3_ROWS_ALL ? logits + at * e->sh.vocab_size : logits;
+        rc = forward(&st, ids + at, n_rows, to);
+        if (rc == 0) s->pos += st.T;
+    }
+    s->is_broken = rc < 0;
+    s->compute_ns += now_ns() - start;
+    fp_restore(fp);
+    pthread_mutex_unlock(&e->step);
+    return rc;
+}
+
+uint64_t k3_session_pos(const k3_session *s) { return s->pos; }
+uint64_t k3_session_context(const k3_session *s) { return s->context; }
+
+void k3_session_trace(k3_session *s, k3_trace_fn fn, void *user) {
+    s->trace = fn;
+    s->trace_user = user;
+}
+
+void k3_session_stats(const k3_session *s, k3_stats *out) {
+    *out = (k3_stats){.n_pos = s->pos,
+                      .compute_ns = s->compute_ns,
+                      .expert_uses = s->e->expert_uses,
+                      .expert_loads = s->e->expert_loads,
+                      .read_bytes = s->e->read_bytes,
+                      .resident_bytes = s->e->mem.used};
+}
+
+/* ==== 16. Oracle ===================================================================== */
+
+uint64_t k3_fnv1a(uint64_t h, const void *bytes, size_t n_bytes) {
+    const uint8_t *p = bytes;
+    for (size_t i = 0; i < n_bytes; i++) h = (h ^ p[i]) * 0x100000001b3u;
+    return h;
+}
+
+/* ==== 17. Public functions =========================================================== */
+
+static const k3_kernels *const LINKED[] = {
+    &k3_kernels_ref,
+#ifdef K3_HAVE_avx2
+    &k3_kernels_avx2,
+#endif
+#ifdef K3_HAVE_avx512
+    &k3_kernels_avx512,
+#endif
+#ifdef K3_HAVE_neon
+    &k3_kernels_neon,
+#endif
+};
+#define N_LINKED (sizeof LINKED / sizeof *LINKED)
+
+const char *const *k3_kernels_linked(void) {
+    static const char *const name[] = {
+        "ref",
+#ifdef K3_HAVE_avx2
+        "avx2",
+#endif
+#ifdef K3_HAVE_avx512
+        "avx512",
+#endif
+#ifdef K3_HAVE_neon
+        "neon",
+#endif
+        NULL};
+    return name;
+}
+
+const k3_kernels *k3_kernels_find(const char *name) {
+    for (size_t i = 0; i < N_LINKED; i++)
+        if (strcmp(LINKED[i]->name, name) == 0) return LINKED[i];
+    return NULL;
+}
+
+bool k3_kernels_is_supported(const char *name) {
+    const k3_kernels *k = k3_kernels_find(name);
+    return k && k->is_supported();
+}
+
+/* The named table, or the best this CPU has. */
+static const k3_kernels *kernels_pick(const char *name, k3_error *err) {
+    char have[128] = "";
+    const k3_kernels *best = NULL;
+    for (size_t i = 0; i < N_LINKED; i++) {
+        if (!LINKED[i]->is_supported()) continue;
+        best = LINKED[i];
+        if (name && strcmp(name, best->name) == 0) return best;
+        size_t n = strlen(have);
+        snprintf(have + n, sizeof have - n, "%s%s", n ? " " : "", best->name);
+    }
+    if (!name) return best;
+    fail(err, K3_EUSAGE, "kernels %s: %s; this one has: %s", name,
+         k3_kernels_find(name) ? "this CPU cannot run them" : "this build does not have them", have);
+    return NULL;
+}
+
+void k3_options_default(k3_options *o) {
+    memset(o, 0, sizeof *o);
+    o->eps_lora = 1e-6f;
+}
+
+static int engine_threads(int asked) {
+#ifdef _OPENMP
+    return asked > 0 ? asked : omp_get_num_procs();
+#else
+    (void)asked;
+    return 1;
+#endif
+}
+
+/* Options and machine, before any file is touched. */
+static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
+    e->opt = *o;
+    if (!o->model_dir) return fail(err, K3_EUSAGE, "no model directory given");
+    if (o->n_threads < 0 || o->n_threads > 1024)
+        return fail(err, K3_EUSAGE, "threads is %d, outside 0..1024", o->n_threads);
+    if (o->chunk < 0 || o->chunk > 4096)
+        return fail(err, K3_EUSAGE, "chunk is %d, outside 0..4096", o->chunk);
+    if (!(o->eps_lora > 0.0f) || !isfinite(o->eps_lora))
+        return fail(err, K3_EUSAGE, "lora eps must be a number above 0");
+    if (!fma_is_exact())
+        return fail(err, K3_EUSAGE,
+                    "this machine's fmaf rounds twice or flushes subnormals: it cannot give the hash");
+    e->dir = strdup(o->model_dir);
+    e->kern = kernels_pick(o->kernels, err);
+    if (!e->kern) return K3_EUSAGE;
+    if (!e->dir) return fail(err, K3_ENOMEM, "out of memory");
+    e->opt.model_dir = e->dir;
+    e->n_threads = engine_threads(o->n_threads);
+    e->chunk = o->chunk ? o->chunk : 64;
+    e->mem.limit = o->ram_bytes ? o->ram_bytes : budget_default();
+    return 0;
+}
+
+int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
+    *out = NULL;
+    if (err) err->text[0] = 0;
+    k3_engine *e = calloc(1, sizeof *e);
+    if (!e) return fail(err, K3_ENOMEM, "out of memory");
+    uint64_t fp = fp_save();
+    fp_default();
+    pthread_mutex_init(&e->step, NULL);
+    int rc = engine_setup(e, o, err);
+    if (rc == 0) rc = shape_read(&e->sh, e->dir, o->eps_lora, err);
+    if (rc == 0) rc = model_open(&e->files, &e->sh, &e->opt, &e->mem, err);
+    if (rc == 0 && !o->headers_only) {
+        e->layers = calloc(e->sh.n_layers, sizeof *e->layers);
+        e->stores = calloc(e->sh.n_layers, sizeof *e->stores);
+        if (!e->layers || !e->stores) rc = fail(err, K3_ENOMEM, "out of memory for %u layers", e->sh.n_layers);
+        if (rc == 0) rc = scratch_open(e, err);
+        if (rc == 0) rc = trunk_open(e, err);
+        if (rc == 0) rc = store_open(e, err);
+    }
+    fp_restore(fp);
+    if (rc < 0)
+        k3_engine_close(e);
+    else
+        *out = e;
+    return rc;
+}
+
+void k3_engine_close(k3_engine *e) {
+    if (!e) return;
+    store_close(e);
+    for (uint32_t il = 0; e->layers && il < e->sh.n_layers; il++)
+        ledger_give(&e->mem, e->layers[il].block, e->layers[il].block_bytes);
+    ledger_give(&e->mem, e->head.block, e->head.block_bytes);
+    if (e->scratch) ledger_give(&e->mem, e->scratch->block, e->scratch->block_bytes);
+    model_close(&e->files);
+    pthread_mutex_destroy(&e->step);
+    free(e->scratch);
+    free(e->layers);
+    free(e->stores);
+    free(e->dir);
+    free(e);
+}
+
+const k3_shape *k3_engine_shape(const k3_engine *e) { return &e->sh; }
+const char *k3_engine_kernels(const k3_engine *e) { return e->kern->name; }
+int k3_engine_threads(const k3_engine *e) { return e->n_threads; }
+int k3_engine_chunk(const k3_engine *e) { return e->chunk; }
+
+/* ---- verify ---- */
+
+/* One trunk tensor in pieces: every value finite. */
+static int verify_tensor(k3_engine *e, const name_id *id, uint8_t *buf, uint64_t cap, k3_error *err) {
+    const place *at = model_place(&e->files, id);
+    enum dtype dtype = TENSOR[id->tensor].dtype;
+    uint64_t n = tensor_bytes(e->files.dims, id->tensor), width = DTYPE_BYTES[dtype];
+    for (uint64_t done = 0; done < n;) {
+        uint64_t step_bytes = n - done < cap ? n - done : cap;
+        int rc = engine_read(e, at->shard, buf, step_bytes, at->offset + done, err);
+        if (rc < 0) return rc;
+        for (uint64_t i = 0; i < step_bytes; i += width) {
+            uint16_t top; /* sign, exponent and the start of the fraction: little-endian */
+            memcpy(&top, buf + i + width - 2, sizeof top);
+            if ((top & 0x7f80) != 0x7f80) continue;
+            char name[256];
+            name_write(id, name, sizeof name);
+            return fail(err, K3_EMODEL, "%s: element %llu is NaN or infinite (%s, offset 0x%llx); download it again",
+                        name, (unsigned long long)((done + i) / width), e->files.shards[at->shard].name,
+                        (unsigned long long)(at->offset + done + i));
+        }
+        done += step_bytes;
+    }
+    return 0;
+}
+
+typedef struct {
+    k3_engine *e;
+    uint8_t *buf;
+    uint64_t cap, done, total;
+    int64_t n_experts;
+    k3_error *err;
+} verify;
+
+static int verify_visit(void *user, const name_id *id) {
+    verify *v = user;
+    int rc;
+    if (id->expert_tensor > 0) return 0; /* the whole expert was read at its first tensor */
+    if (id->expert_tensor == 0) {
+        expert_view x;
+        rc = expert_read(v->e, id->il, id->ie, v->buf, &x, v->err);
+        v->done += v->e->sh.expert_bytes;
+        v->n_experts++;
+    } else {
+        rc = verify_tensor(v->e, id, v->buf, v->cap, v->err);
+        v->done += tensor_bytes(v->e->files.dims, id->tensor);
+    }
+    return rc < 0 ? rc : engine_progress(v->e, K3_PHASE_VERIFY, v->done, v->total, (int)id->il, v->err);
+}
+
+int64_t k3_engine_verify(k3_engine *e, k3_error *err) {
+    const k3_shape *sh = &e->sh;
+    uint64_t cap = round_up(sh->expert_bytes > (4u << 20) ? sh->expert_bytes : 4u << 20, 64);
+    verify v = {.e = e, .cap = cap, .err = err};
+    v.total = sh->trunk_bytes + (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts * sh->expert_bytes;
+    v.buf = ledger_take(&e->mem, cap, "verify", err);
+    if (!v.buf) return e->mem.why;
+    int rc = model_expect(sh, verify_visit, &v);
+    ledger_give(&e->mem, v.buf, cap);
+    return rc < 0 ? rc : v.n_experts;
+}

@@ -1,0 +1,244 @@
+/* k3.h - run Kimi K3, exact, on a machine that holds a few percent of it.
+ *
+ * This header is the only door into the engine. A model directory as downloaded
+ * (config.json, safetensors shards, tiktoken.model, tokenizer_config.json) is
+ * opened in place; nothing is repacked. One prompt has one hash: the same bits
+ * come out of every kernel set, thread count and chunk size (docs/NUMERICS.md).
+ *
+ *     k3_options o;      k3_options_default(&o);
+ *     k3_error   err;    k3_engine *e;   k3_session *s;
+ *     o.model_dir = "demo";
+ *     if (k3_engine_open(&e, &o, &err) < 0) die(err.text);
+ *     if (k3_session_new(&s, e, 0, &err) < 0) die(err.text);
+ *     const k3_shape *shape = k3_engine_shape(e);
+ *     uint32_t ids[] = {343, 336, 327, 444, 1489, 311};
+ *     float *logits = malloc(shape->vocab_size * sizeof(float));
+ *     if (k3_session_feed(s, ids, 6, K3_ROWS_LAST, logits, &err) < 0) die(err.text);
+ *     uint32_t next = k3_sample_greedy(logits, shape->vocab_size);
+ *     k3_session_free(s);  k3_engine_close(e);
+ *
+ * Threading: an engine may be shared by many sessions, one step at a time (the
+ * step itself uses all threads asked for). A session belongs to one thread at a
+ * time. Ownership: `open/close` and `new/free` pair up; whatever a function
+ * returns by pointer is borrowed from the object it was asked of. The engine
+ * never prints and never exits: it returns a status and fills a k3_error.
+ */
+#ifndef K3_H
+#define K3_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define K3_VERSION     "0.1.0"
+#define K3_NUMERICS_ID "k3-f32-dot16-q40" /* changes when, and only when, bits change */
+
+/* ---- Status ------------------------------------------------------------------
+ * 0 is done, negative is one of these, positive is a count. */
+typedef enum {
+    K3_OK = 0,
+    K3_EIO = -1,     /* a read or write failed, or a file was short          exit 1 */
+    K3_ENOMEM = -2,  /* an allocation failed                                 exit 1 */
+    K3_EUSAGE = -3,  /* an argument is out of range (id, chunk, kernel name) exit 2 */
+    K3_EMODEL = -4,  /* the model directory is refused                       exit 3 */
+    K3_EBUDGET = -5, /* the memory budget is below the floor                 exit 4 */
+    K3_ECHECK = -6,  /* a hash or check did not match                        exit 5 */
+    K3_EFULL = -7,   /* the context is full                                  exit 1 */
+    K3_ECANCEL = -8, /* the caller's progress function asked to stop         exit 1 */
+    K3_ENUMERIC = -9 /* NaN, infinity or overflow; names layer and stage     exit 1 */
+} k3_status;
+
+/* One line, noun, place, cause; empty when there was no error. */
+typedef struct {
+    char text[512];
+} k3_error;
+
+/* Short English for a status ("model refused"); never NULL. */
+const char *k3_status_name(int status);
+
+/* ---- Options ----------------------------------------------------------------- */
+
+/* What long work is doing. `total` is 0 when unknown; units follow the phase:
+ * bytes while loading or verifying, positions x layers while computing. */
+typedef enum { K3_PHASE_OPEN, K3_PHASE_LOAD, K3_PHASE_COMPUTE, K3_PHASE_VERIFY } k3_phase;
+typedef struct {
+    k3_phase phase;
+    uint64_t done, total;
+    int layer;           /* layer at work, -1 when not in one             */
+    uint64_t read_bytes; /* bytes read from disk since open               */
+} k3_progress;
+
+typedef struct {
+    const char *model_dir; /* required                                                     */
+    const char *kernels;   /* "ref" "avx2" "avx512" "neon"; NULL: the best this CPU has    */
+    int n_threads;         /* 0: one per core this process may use                         */
+    int chunk;             /* most positions computed together, 1..4096; 0: 64             */
+    float eps_lora;        /* q_a and kv_a layernorm eps; K3-SPEC 3.6 default 1e-6         */
+    uint64_t ram_bytes;    /* bound for weights, experts and sessions; 0: what is free     */
+    bool headers_only;     /* check every header, load no weight: for info and verify      */
+
+    /* Notes the caller may show, one line each (a tensor nobody knows, a fallback). */
+    void (*note)(void *user, const char *line);
+    /* Called at most every few milliseconds of work; a non-zero return cancels it. A
+     * session whose step was cancelled or failed can only be freed. */
+    int (*progress)(void *user, const k3_progress *p);
+    void *user;
+} k3_options;
+
+void k3_options_default(k3_options *o);
+
+/* ---- Engine ------------------------------------------------------------------ */
+
+typedef struct k3_engine k3_engine;
+
+/* The geometry, read from config.json. Nothing here is ever defaulted. */
+#define K3_MAX_LAYERS 1024
+#define K3_MAX_TOP_K  32
+typedef struct {
+    uint32_t vocab_size, hidden, n_layers;
+    uint32_t n_heads, q_lora, kv_lora, nope_dim, rope_dim, v_dim; /* MLA                 */
+    uint32_t kda_heads, kda_dim, conv_width;                      /* KDA; conv_width 4   */
+    uint32_t block_size;                                          /* AttnRes             */
+    uint32_t dense_inter, n_dense;                                /* layers [0, n_dense) */
+    uint32_t n_experts, top_k, n_shared, latent, expert_inter;    /* LatentMoE           */
+    uint32_t shared_inter;                                        /* n_shared x inter    */
+    uint32_t max_position, eos_id;
+    float rms_eps, eps_lora, gate_lower_bound, situ_beta, situ_linear_beta, routed_scale;
+    uint8_t is_mla[K3_MAX_LAYERS]; /* 1: MLA, 0: KDA */
+    /* Bytes, from the geometry. */
+    uint64_t expert_bytes; /* one routed expert, packed         */
+    uint64_t trunk_bytes;  /* all weights but routed experts    */
+    uint64_t state_bytes;  /* fixed part of one session's state */
+    uint64_t pos_bytes;    /* latent cache per position         */
+} k3_shape;
+
+/* Open a model directory: parse and check every header, then load the trunk.
+ * Errors  K3_EMODEL names the file, tensor or field; K3_EIO; K3_ENOMEM;
+ *         K3_EUSAGE for a kernel set this CPU lacks (the text lists what it has). */
+int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err);
+void k3_engine_close(k3_engine *e);
+
+const k3_shape *k3_engine_shape(const k3_engine *e);
+const char *k3_engine_kernels(const k3_engine *e); /* the chosen table's name */
+int k3_engine_threads(const k3_engine *e);
+int k3_engine_chunk(const k3_engine *e);
+
+/* Read every expert and every trunk tensor once and check what can be checked:
+ * lengths, scale codes (at most 252), finite trunk values. Works headers_only.
+ * Returns the number of experts checked, or K3_EMODEL / K3_EIO naming the first fault. */
+int64_t k3_engine_verify(k3_engine *e, k3_error *err);
+
+/* The kernel sets this build links, best last, in a NULL-ended array, and whether
+ * this CPU can run one. */
+const char *const *k3_kernels_linked(void);
+bool k3_kernels_is_supported(const char *name);
+
+/* ---- Session: one timeline ---------------------------------------------------- */
+
+typedef struct k3_session k3_session;
+
+/* A timeline with room for `context` positions (0: 4096, or the model's maximum if
+ * that is smaller). All memory it will ever use is taken here. */
+int k3_session_new(k3_session **out, k3_engine *e, uint64_t context, k3_error *err);
+void k3_session_free(k3_session *s);
+
+/* Back to position 0, as new. */
+void k3_session_reset(k3_session *s);
+
+typedef enum { K3_ROWS_NONE, K3_ROWS_LAST, K3_ROWS_ALL } k3_rows;
+
+/* Run `n` ids at the next positions, in chunks of at most the engine's `chunk`.
+ * Any way of cutting the same ids gives the same bits.
+ *
+ * Shapes  ids: u32[n], each < vocab_size
+ *         logits: f32[vocab_size] for K3_ROWS_LAST, f32[n][vocab_size] for
+ *         K3_ROWS_ALL, ignored for K3_ROWS_NONE
+ * Errors  K3_EUSAGE (n is 0, an id out of range: nothing was run); K3_EFULL (nothing
+ *         was run); K3_EIO, K3_EMODEL, K3_ENUMERIC, K3_ECANCEL end the session */
+int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, float *logits,
+                    k3_error *err);
+
+uint64_t k3_session_pos(const k3_session *s);     /* positions run so far  */
+uint64_t k3_session_context(const k3_session *s); /* positions it can hold */
+
+/* Hash of the hidden_size f32 of P after each layer (docs/NUMERICS.md 7), called in
+ * position-major, then layer order after each chunk. NULL turns it off. */
+typedef void (*k3_trace_fn)(void *user, uint64_t pos, uint32_t layer, uint64_t fnv);
+void k3_session_trace(k3_session *s, k3_trace_fn fn, void *user);
+
+typedef struct {
+    uint64_t n_pos;          /* positions run                        */
+    uint64_t compute_ns;     /* wall time inside feed                */
+    uint64_t expert_uses;    /* (position, expert) pairs computed    */
+    uint64_t expert_loads;   /* experts read from disk               */
+    uint64_t read_bytes;     /* bytes read from disk since open      */
+    uint64_t resident_bytes; /* weights, experts and sessions held   */
+} k3_stats;
+void k3_session_stats(const k3_session *s, k3_stats *out);
+
+/* ---- Sampling (docs/NUMERICS.md 6) --------------------------------------------- */
+
+typedef struct {
+    float temperature; /* 0: greedy                               */
+    float top_p;       /* 1: off                                  */
+    uint32_t top_k;    /* 0: off                                  */
+    uint64_t seed;
+} k3_sampler;
+
+/* Lowest id among the largest logits. */
+uint32_t k3_sample_greedy(const float *logits, size_t vocab_size);
+
+/* Draw the id that follows `pos`, the 0-based position whose row `logits` is.
+ * `scratch` is caller's memory: k3_sample_scratch(vocab_size) bytes. */
+size_t k3_sample_scratch(size_t vocab_size);
+uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size, uint64_t pos,
+                   void *scratch);
+
+/* ---- Text (K3-SPEC 4.1-4.3) ----------------------------------------------------- */
+
+typedef struct k3_tokenizer k3_tokenizer;
+
+/* Read tiktoken.model and, when present, the special names of tokenizer_config.json
+ * (else the built-in K3 names, after the last rank). */
+int k3_tokenizer_open(k3_tokenizer **out, const char *model_dir, k3_error *err);
+void k3_tokenizer_close(k3_tokenizer *t);
+uint32_t k3_tokenizer_size(const k3_tokenizer *t); /* ranks plus specials */
+
+typedef enum {
+    K3_TEXT,   /* special spellings are ordinary bytes    */
+    K3_CONTROL /* special spellings become their ids      */
+} k3_text_mode;
+
+/* Encode any bytes (invalid UTF-8 is encoded byte by byte). Returns the number of ids,
+ * writing at most `cap` of them; call with cap 0 to size a buffer, or pass one id per
+ * byte, which always suffices. */
+int64_t k3_encode(k3_tokenizer *t, const char *text, size_t n_bytes, k3_text_mode mode,
+                  uint32_t *ids, size_t cap, k3_error *err);
+
+/* The bytes of one id, borrowed from the tokenizer; NULL when the id has none.
+ * Specials give their name. */
+const char *k3_id_bytes(const k3_tokenizer *t, uint32_t id, size_t *n_bytes);
+bool k3_id_is_special(const k3_tokenizer *t, uint32_t id);
+
+/* Streaming decode that never emits half a UTF-8 sequence: feed it a token's bytes,
+ * get what is complete; invalid bytes become U+FFFD. Returns bytes written to `out`,
+ * which must hold 3 * (n_bytes + 3). At the end call with n_bytes 0 to flush. */
+typedef struct {
+    uint8_t held[4];
+    uint8_t n_held;
+} k3_utf8;
+size_t k3_utf8_push(k3_utf8 *u, const char *bytes, size_t n_bytes, char *out);
+
+/* ---- Oracle (docs/NUMERICS.md 7) ------------------------------------------------ */
+
+#define K3_FNV_BASIS 0xcbf29ce484222325u
+uint64_t k3_fnv1a(uint64_t h, const void *bytes, size_t n_bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

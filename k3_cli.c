@@ -1,0 +1,1808 @@
+/* k3_cli.c - the `k3` program: one option parser, six commands, no arithmetic of its own.
+ *
+ *   1 Exit codes and messages     6 One answer: run
+ *   2 Options: the table          7 Text and ids: tokenize
+ *   3 Options: the parser         8 Measure: bench
+ *   4 Terminal: notes, progress   9 Trust: verify, info
+ *   5 Prompts, models, files     10 Help and main
+ *
+ * What holds everywhere: stdout carries the answer and nothing else; every message starts
+ * with "k3: " and goes to stderr; a function that returns an exit code has already said
+ * why; nothing here changes a bit of the output, the engine behind k3.h does all of that.
+ */
+#include "k3.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <json-c/json.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Hashes and dumps are little-endian, and are taken straight from memory. */
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "k3 reads model files in place and needs a little-endian machine"
+#endif
+
+/* Where the bundled model was installed; the Makefile knows, ./demo is tried as well. */
+#ifndef K3_DEMO_DIR
+#define K3_DEMO_DIR "demo"
+#endif
+
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+
+/* ==== 1. Exit codes and messages =====================================================
+ *
+ * One list of exit codes, one way to complain. A usage error is one line; it names the
+ * option, what was wrong with it and, when that can be known, what was meant.
+ */
+enum {
+    DONE = 0,
+    FAIL_IO = 1,
+    FAIL_USAGE = 2,
+    FAIL_MODEL = 3,
+    FAIL_BUDGET = 4,
+    FAIL_CHECK = 5,
+    INTERRUPTED = 130 /* as a shell reports SIGINT */
+};
+
+static int exit_code(int status) {
+    switch (status) {
+    case K3_EUSAGE: return FAIL_USAGE;
+    case K3_EMODEL: return FAIL_MODEL;
+    case K3_EBUDGET: return FAIL_BUDGET;
+    case K3_ECHECK: return FAIL_CHECK;
+    case K3_ECANCEL: return INTERRUPTED; /* only a signal cancels here */
+    default: return status < 0 ? FAIL_IO : DONE;
+    }
+}
+
+static void say_args(const char *format, va_list args) {
+    fputs("k3: ", stderr);
+    vfprintf(stderr, format, args);
+    fputc('\n', stderr);
+}
+
+#if defined(__GNUC__)
+#define PRINTF_LIKE(text, first) __attribute__((format(printf, text, first)))
+#else
+#define PRINTF_LIKE(text, first)
+#endif
+
+/* One line on stderr. */
+PRINTF_LIKE(1, 2) static void say(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    say_args(format, args);
+    va_end(args);
+}
+
+/* One line on stderr; returns `code`, so that `return fail(...)` reads well. */
+PRINTF_LIKE(2, 3) static int fail(int code, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    say_args(format, args);
+    va_end(args);
+    return code;
+}
+
+static int fail_memory(const char *what, size_t n_bytes) {
+    return fail(FAIL_IO, "no memory for %s (%zu bytes)", what, n_bytes);
+}
+
+/* A status of the engine with its own words, then what to do next where that is known. */
+static int fail_status(int status, const k3_error *err) {
+    if (status == K3_ECANCEL) return fail(INTERRUPTED, "interrupted");
+    say("%s", err->text[0] ? err->text : k3_status_name(status));
+    if (status == K3_ENUMERIC)
+        say("`k3 verify --model DIR` tells damaged files from a fault of the engine");
+    if (status == K3_ENOMEM) say("a smaller --context or --chunk needs less memory");
+    return exit_code(status);
+}
+
+/* A reader that left (`k3 ... | head`) or was never there (`>&-`) wants no message. */
+static int fail_stdout(int error) {
+    if (error != EPIPE && error != EBADF) say("stdout: %s", strerror(error));
+    return FAIL_IO;
+}
+
+/* Write to stdout now, so that text appears as it is made. */
+static int out_write(const char *p, size_t n_bytes) {
+    if (fwrite(p, 1, n_bytes, stdout) == n_bytes && fflush(stdout) == 0) return DONE;
+    return fail_stdout(errno);
+}
+
+/* "1.50 GiB", "8.7 MiB", "512 B"; `text` is the caller's. */
+static const char *fmt_bytes(char text[32], uint64_t n_bytes) {
+    static const char *const unit[] = {"KiB", "MiB", "GiB", "TiB", "PiB"};
+    double value = (double)n_bytes / 1024.0;
+    size_t i = 0;
+    for (; i + 1 < COUNT(unit) && value >= 1024.0; i++) value /= 1024.0;
+    if (n_bytes < 1024)
+        snprintf(text, 32, "%u B", (unsigned)n_bytes);
+    else
+        snprintf(text, 32, i < 2 ? "%.1f %s" : "%.2f %s", value, unit[i]);
+    return text;
+}
+
+static uint64_t clock_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static double per_second(uint64_t n, uint64_t ns) {
+    return ns ? (double)n * 1e9 / (double)ns : 0.0;
+}
+
+/* ==== 2. Options: the table ==========================================================
+ *
+ * Every option of every command is one row: name, what its value is called and how it is
+ * read, where it is kept, who takes it, its default (read by the same parser), its range.
+ * The parser, the help text and "did you mean" all come from here, so they cannot drift
+ * apart. The same name may have two rows when two commands want different defaults.
+ */
+enum { MAX_STOP = 32, MAX_REPEAT = 99, MAX_CONTEXT = 1 << 30, DEFAULT_CONTEXT = 4096 };
+
+typedef struct {
+    const char *arg; /* PROMPT, TEXT or a command's name                      */
+    const char *prompt_file, *ids;
+    bool control;
+    const char *model, *kernels;
+    uint64_t threads, chunk, context, ram;
+    float lora_eps;
+    uint64_t tokens;
+    bool no_stop;
+    const char *stop[MAX_STOP];
+    size_t n_stop;
+    float temperature, top_p;
+    uint64_t top_k, seed;
+    const char *dump_logits;
+    const char *trace; /* NULL: off, "": stderr, else a file                  */
+    bool json, quiet, verbose;
+    bool decode, ids_only;
+    const char *prompts;
+    uint64_t repeats, expect;
+    bool kernels_only, golden;
+    uint64_t given; /* bit i: row i of the table was on the command line      */
+} cli_args;
+
+typedef enum {
+    KIND_FLAG,     /* bool, takes no value                                    */
+    KIND_TEXT,     /* const char *                                            */
+    KIND_STOP,     /* appended to stop[]                                      */
+    KIND_OPTIONAL, /* const char *, "" unless given as --name=VALUE           */
+    KIND_COUNT,    /* uint64_t in [lo, hi]                                    */
+    KIND_REAL,     /* float in [lo, hi]                                       */
+    KIND_SIZE,     /* uint64_t bytes: 8G, 512M, 1.5GiB                        */
+    KIND_HASH      /* uint64_t from 16 hex digits                             */
+} option_kind;
+
+enum { RUN = 1, TOKENIZE = 2, BENCH = 4, VERIFY = 8, INFO = 16, ANY = 31 };
+
+typedef enum { G_PROMPT, G_TEXT, G_SAMPLE, G_MEASURE, G_OUTPUT, G_MODEL, N_GROUP } option_group;
+
+static const char *const GROUP_TITLE[N_GROUP] = {
+    "Prompt",           /* G_PROMPT  */
+    "Generation",       /* G_TEXT    */
+    "Sampling",         /* G_SAMPLE  */
+    "Measuring",        /* G_MEASURE */
+    "Output",           /* G_OUTPUT  */
+    "Model and machine" /* G_MODEL   */
+};
+
+typedef struct {
+    const char *name, *value; /* value: what help calls it, NULL for a flag   */
+    option_kind kind;
+    size_t at; /* offset in cli_args                                          */
+    unsigned who;
+    option_group group;
+    const char *start; /* default, as it would be typed; NULL: off or 0       */
+    uint64_t lo, hi;
+    const char *help; /* lines break at \n                                    */
+} cli_option;
+
+#define AT(field) offsetof(cli_args, field)
+
+static const cli_option OPTION[] = {
+    {"--prompt-file", "FILE", KIND_TEXT, AT(prompt_file), RUN | TOKENIZE, G_PROMPT, NULL, 0, 0,
+     "every byte of FILE, the last newline too; - is stdin"},
+    {"--ids", "N,N,...", KIND_TEXT, AT(ids), RUN | TOKENIZE, G_PROMPT, NULL, 0, 0,
+     "token ids instead of text"},
+    {"--control", NULL, KIND_FLAG, AT(control), RUN | TOKENIZE | BENCH, G_PROMPT, NULL, 0, 0,
+     "spellings such as <|open|> become control tokens; without it they are\n"
+     "ordinary text, which is what text from elsewhere must be"},
+    {"--decode", NULL, KIND_FLAG, AT(decode), TOKENIZE, G_PROMPT, NULL, 0, 0,
+     "print the bytes that --ids stand for, and nothing else"},
+
+    {"--tokens", "N", KIND_COUNT, AT(tokens), RUN, G_TEXT, "256", 0, 1u << 31,
+     "most ids to generate; 0 runs the prompt and says nothing"},
+    {"--stop", "TEXT", KIND_STOP, 0, RUN, G_TEXT, NULL, 0, 0,
+     "end where the answer contains TEXT, which is not printed (repeatable)"},
+    {"--no-stop", NULL, KIND_FLAG, AT(no_stop), RUN, G_TEXT, NULL, 0, 0,
+     "go on past the model's end of message, for hashes"},
+
+    {"--temperature", "T", KIND_REAL, AT(temperature), RUN, G_SAMPLE, "0", 0, 100,
+     "0 is greedy: always the likeliest id"},
+    {"--top-k", "N", KIND_COUNT, AT(top_k), RUN, G_SAMPLE, "0", 0, UINT32_MAX,
+     "draw among the N likeliest; 0 is off"},
+    {"--top-p", "P", KIND_REAL, AT(top_p), RUN, G_SAMPLE, "1", 0, 1,
+     "draw among the likeliest that together hold P; 1 is off"},
+    {"--seed", "N", KIND_COUNT, AT(seed), RUN, G_SAMPLE, "0", 0, UINT64_MAX,
+     "the same seed gives the same answer"},
+
+    {"--prompts", "FILE", KIND_TEXT, AT(prompts), BENCH, G_MEASURE, NULL, 0, 0,
+     "one prompt a line, `ids:1,2,3` for ids (default: five built in)"},
+    {"--tokens", "N", KIND_COUNT, AT(tokens), BENCH, G_MEASURE, "32", 0, 1u << 31,
+     "ids for each prompt, going on past the end of message"},
+    {"--repeats", "N", KIND_COUNT, AT(repeats), BENCH, G_MEASURE, "1", 1, MAX_REPEAT,
+     "speeds are the median of N; hashes must agree, else exit 5"},
+    {"--expect", "FNV", KIND_HASH, AT(expect), BENCH, G_MEASURE, NULL, 0, 0,
+     "exit 5 unless this is the logits_fnv of the `# total` row"},
+    {"--kernels-only", NULL, KIND_FLAG, AT(kernels_only), BENCH, G_MEASURE, NULL, 0, 0,
+     "no model: every kernel set at K3's dimensions, against this machine's\n"
+     "own read bandwidth and multiply-add peak; --threads is the most tried"},
+    {"--golden", NULL, KIND_FLAG, AT(golden), VERIFY, G_MEASURE, NULL, 0, 0,
+     "after the check, run ids 3 4 5 6 7 with --lora-eps 1e-5 and compare with\n"
+     "the published logits of the real weights; says how far, exit 5 if too far"},
+
+    {"--json", NULL, KIND_FLAG, AT(json), RUN, G_OUTPUT, NULL, 0, 0,
+     "one JSON object at the end: text, ids, hashes, timings, settings"},
+    {"--ids-only", NULL, KIND_FLAG, AT(ids_only), TOKENIZE, G_OUTPUT, NULL, 0, 0,
+     "one line, comma separated, as --ids takes them"},
+    {"--dump-logits", "FILE", KIND_TEXT, AT(dump_logits), RUN, G_OUTPUT, NULL, 0, 0,
+     "raw little-endian f32: a row of vocab_size for each prompt position,\n"
+     "then one for each generated id but the last"},
+    {"--trace-hash", "[=FILE]", KIND_OPTIONAL, AT(trace), RUN, G_OUTPUT, NULL, 0, 0,
+     "a hash for each position and layer (docs/NUMERICS.md 7) to stderr or\n"
+     "FILE, to find the first layer in which two runs differ"},
+    {"-q", NULL, KIND_FLAG, AT(quiet), ANY, G_OUTPUT, NULL, 0, 0,
+     "no notes, no statistics; errors still speak"},
+    {"-v", NULL, KIND_FLAG, AT(verbose), RUN, G_OUTPUT, NULL, 0, 0,
+     "say more: settings, memory, experts read"},
+
+    {"--model", "DIR", KIND_TEXT, AT(model), ANY, G_MODEL, NULL, 0, 0,
+     "a model directory as downloaded (default: the bundled model)"},
+    {"--context", "N", KIND_COUNT, AT(context), RUN | INFO, G_MODEL, NULL, 1, MAX_CONTEXT,
+     "positions to hold, prompt and answer together (default: 4096, or the\n"
+     "model's maximum if that is smaller)"},
+    {"--ram", "SIZE", KIND_SIZE, AT(ram), RUN | BENCH | VERIFY, G_MODEL, NULL, 1, 0,
+     "bound for weights, experts and sessions: 8G, 512M, 1.5GiB, or bytes\n"
+     "(default: what is free)"},
+    {"--threads", "N", KIND_COUNT, AT(threads), RUN | BENCH | VERIFY, G_MODEL, "0", 0, 4096,
+     "0 is one for each core this process may use"},
+    {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | BENCH, G_MODEL, "0", 0, 4096,
+     "most prompt positions computed together; 0 is 64"},
+    {"--kernels", "NAME", KIND_TEXT, AT(kernels), RUN | BENCH | VERIFY, G_MODEL, NULL, 0, 0,
+     "ref, avx2, avx512 or neon: same bits, other speed (default: the best\n"
+     "this CPU has; `k3 info` lists them)"},
+    {"--lora-eps", "X", KIND_REAL, AT(lora_eps), RUN | BENCH, G_MODEL, "1e-6", 0, 1,
+     "epsilon of the two low-rank norms of attention; other engines and the\n"
+     "published logits use 1e-5"},
+};
+
+typedef struct {
+    const char *name;
+    unsigned bit;
+    const char *arg; /* the positional argument, or NULL                      */
+    int (*run)(const cli_args *a);
+    const char *summary, *usage, *about, *examples;
+} cli_command;
+
+static const cli_option *option_find(const char *name, size_t n, unsigned who) {
+    for (size_t i = 0; i < COUNT(OPTION); i++)
+        if ((OPTION[i].who & who) && strlen(OPTION[i].name) == n &&
+            memcmp(OPTION[i].name, name, n) == 0)
+            return &OPTION[i];
+    return NULL;
+}
+
+static bool is_given(const cli_args *a, const char *name) {
+    for (size_t i = 0; i < COUNT(OPTION); i++)
+        if ((a->given >> i & 1) && strcmp(OPTION[i].name, name) == 0) return true;
+    return false;
+}
+
+/* ==== 3. Options: the parser =========================================================
+ *
+ * Strict: a number is the whole string or an error, an option that a command does not take
+ * is an error, the last of two wins. `--name=VALUE` and `--name VALUE` are the same; `--`
+ * ends options. All of it is checked before any file is opened.
+ */
+
+/* Decimal digits only, no sign, no blank, no overflow. */
+static bool parse_u64(const char *text, size_t n, uint64_t *out) {
+    uint64_t value = 0;
+    if (n == 0) return false;
+    for (size_t i = 0; i < n; i++) {
+        if (text[i] < '0' || text[i] > '9') return false;
+        uint64_t digit = (uint64_t)(text[i] - '0');
+        if (value > (UINT64_MAX - digit) / 10) return false;
+        value = value * 10 + digit;
+    }
+    *out = value;
+    return true;
+}
+
+/* A plain decimal number such as 0.7 or 1e-5: no sign, blank, hex, nan or inf. */
+static bool parse_real(const char *text, char **end, double *out) {
+    if (!isdigit((unsigned char)text[0]) && text[0] != '.') return false;
+    if (text[0] == '0' && (text[1] == 'x' || text[1] == 'X')) return false;
+    *out = strtod(text, end);
+    return *end != text && isfinite(*out);
+}
+
+/* 512M, 1.5GiB, 2GB, 1000000: K M G T and KiB.. are powers of 1024, KB.. of 1000. */
+static bool parse_size(const char *text, uint64_t *out) {
+    static const char letters[] = "KMGT";
+    char *end;
+    double value, base = 1024.0;
+    if (parse_u64(text, strlen(text), out)) return true;
+    if (!parse_real(text, &end, &value)) return false;
+    const char *letter = *end ? strchr(letters, toupper((unsigned char)*end)) : NULL;
+    if (letter) {
+        end++;
+        if (strcasecmp(end, "B") == 0) base = 1000.0;
+        if (base == 1024.0 && *end && strcasecmp(end, "iB") != 0) return false;
+        for (const char *p = letters; p <= letter; p++) value *= base;
+    } else if (*end && strcasecmp(end, "B") != 0) {
+        return false;
+    }
+    if (value >= 0x1p63) return false;
+    *out = (uint64_t)value;
+    return true;
+}
+
+static bool parse_hash(const char *text, uint64_t *out) {
+    if (text[0] == '0' && text[1] == 'x') text += 2;
+    if (strlen(text) != 16 || strspn(text, "0123456789abcdefABCDEF") != 16) return false;
+    *out = strtoull(text, NULL, 16);
+    return true;
+}
+
+static int option_set_count(const cli_option *o, cli_args *a, const char *text) {
+    uint64_t value;
+    if (!parse_u64(text, strlen(text), &value) || value < o->lo || value > o->hi)
+        return fail(FAIL_USAGE, "%s: '%s' is not a whole number from %llu to %llu", o->name, text,
+                    (unsigned long long)o->lo, (unsigned long long)o->hi);
+    memcpy((char *)a + o->at, &value, sizeof value);
+    return DONE;
+}
+
+static int option_set_real(const cli_option *o, cli_args *a, const char *text) {
+    double value;
+    char *end;
+    if (!parse_real(text, &end, &value) || *end || value < (double)o->lo || value > (double)o->hi)
+        return fail(FAIL_USAGE, "%s: '%s' is not a number from %llu to %llu", o->name, text,
+                    (unsigned long long)o->lo, (unsigned long long)o->hi);
+    float single = (float)value;
+    memcpy((char *)a + o->at, &single, sizeof single);
+    return DONE;
+}
+
+/* Store one value, checked. */
+static int option_set(const cli_option *o, cli_args *a, const char *text) {
+    void *field = (char *)a + o->at;
+    switch (o->kind) {
+    case KIND_FLAG: *(bool *)field = true; return DONE;
+    case KIND_TEXT:
+    case KIND_OPTIONAL: *(const char **)field = text; return DONE;
+    case KIND_STOP:
+        if (!text[0]) return fail(FAIL_USAGE, "--stop: an empty text would stop at once");
+        if (a->n_stop == MAX_STOP) return fail(FAIL_USAGE, "--stop: at most %d texts", MAX_STOP);
+        a->stop[a->n_stop++] = text;
+        return DONE;
+    case KIND_COUNT: return option_set_count(o, a, text);
+    case KIND_REAL: return option_set_real(o, a, text);
+    case KIND_SIZE:
+        if (parse_size(text, field) && *(uint64_t *)field >= o->lo) return DONE;
+        return fail(FAIL_USAGE, "%s: '%s' is not a size such as 8G, 512M or 1.5GiB", o->name, text);
+    case KIND_HASH:
+        if (parse_hash(text, field)) return DONE;
+        return fail(FAIL_USAGE, "%s: '%s' is not a hash of 16 hex digits", o->name, text);
+    }
+    return DONE;
+}
+
+/* Letters to insert, drop, change or swap until `a` is `b` (at most 31 letters each). */
+static size_t edit_distance(const char *a, const char *b) {
+    size_t n = strlen(a), m = strlen(b), row[3][32];
+    if (n > 31 || m > 31) return 99;
+    for (size_t j = 0; j <= m; j++) row[0][j] = j;
+    for (size_t i = 1; i <= n; i++) {
+        size_t *now = row[i % 3], *up = row[(i + 2) % 3], *upper = row[(i + 1) % 3];
+        now[0] = i;
+        for (size_t j = 1; j <= m; j++) {
+            size_t best = up[j - 1] + (a[i - 1] != b[j - 1]);
+            if (up[j] + 1 < best) best = up[j] + 1;
+            if (now[j - 1] + 1 < best) best = now[j - 1] + 1;
+            if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] &&
+                upper[j - 2] + 1 < best)
+                best = upper[j - 2] + 1;
+            now[j] = best;
+        }
+    }
+    return row[n % 3][m];
+}
+
+/* Keep `name` in *best when it is nearer to `typed` than what is there. */
+static void nearest(const char *typed, const char *name, const char **best, size_t *distance) {
+    size_t d = edit_distance(typed, name);
+    if (d < *distance && d * 2 < strlen(name)) {
+        *distance = d;
+        *best = name;
+    }
+}
+
+static int fail_unknown_option(const cli_command *cmd, const char *arg, size_t n_name) {
+    char typed[32];
+    const char *best = NULL;
+    size_t distance = 4;
+    snprintf(typed, sizeof typed, "%.*s", (int)(n_name < 31 ? n_name : 31), arg);
+    for (size_t i = 0; i < COUNT(OPTION); i++)
+        if (OPTION[i].who & cmd->bit) nearest(typed, OPTION[i].name, &best, &distance);
+    if (best)
+        return fail(FAIL_USAGE, "%s: unknown option %.*s: did you mean %s?", cmd->name, (int)n_name,
+                    arg, best);
+    const char *why = option_find(arg, n_name, ANY) ? "does not take" : "has no option";
+    return fail(FAIL_USAGE, "%s %s %.*s: see `k3 help %s`", cmd->name, why, (int)n_name, arg,
+                cmd->name);
+}
+
+/* One option with its value; *i moves past a value that was the next word. */
+static int option_take(const cli_command *cmd, cli_args *a, int argc, char **argv, int *i) {
+    const char *arg = argv[*i], *equals = arg[1] == '-' ? strchr(arg, '=') : NULL;
+    size_t n_name = equals ? (size_t)(equals - arg) : strlen(arg);
+    const cli_option *o = option_find(arg, n_name, cmd->bit);
+    if (!o) return fail_unknown_option(cmd, arg, n_name);
+    const char *value = equals ? equals + 1 : NULL;
+    if (o->kind == KIND_FLAG && value)
+        return fail(FAIL_USAGE, "%s takes no value, '%s' was given", o->name, value);
+    if (o->kind == KIND_OPTIONAL && !value) value = "";
+    if (o->kind != KIND_FLAG && !value) {
+        if (*i + 1 >= argc || strncmp(argv[*i + 1], "--", 2) == 0)
+            return fail(FAIL_USAGE,
+                        "%s needs a value: %s %s (one that starts with -- goes in %s=...)", o->name,
+                        o->name, o->value, o->name);
+        value = argv[++*i];
+    }
+    a->given |= (uint64_t)1 << (o - OPTION);
+    return option_set(o, a, value);
+}
+
+/* Fill `a` from the words after the command. *wants_help: -h or --help was met. */
+static int args_parse(cli_args *a, const cli_command *cmd, int argc, char **argv,
+                      bool *wants_help) {
+    bool is_over = false;
+    int rc = DONE;
+    memset(a, 0, sizeof *a);
+    for (size_t i = 0; i < COUNT(OPTION); i++)
+        if ((OPTION[i].who & cmd->bit) && OPTION[i].start)
+            option_set(&OPTION[i], a, OPTION[i].start);
+    for (int i = 0; i < argc && rc == DONE; i++) {
+        const char *arg = argv[i];
+        if (!is_over && strcmp(arg, "--") == 0) {
+            is_over = true;
+        } else if (!is_over && (strcmp(arg, "-h") == 0 || strcmp(arg, "--help") == 0)) {
+            *wants_help = true;
+            return DONE;
+        } else if (!is_over && arg[0] == '-' && arg[1]) {
+            rc = option_take(cmd, a, argc, argv, &i);
+        } else if (!cmd->arg) {
+            rc = fail(FAIL_USAGE, "%s takes no argument, '%s' was given", cmd->name, arg);
+        } else if (a->arg) {
+            rc = fail(FAIL_USAGE, "%s takes one %s; '%s' is a second one: quote the text",
+                      cmd->name, cmd->arg, arg);
+        } else {
+            a->arg = arg;
+        }
+    }
+    return rc;
+}
+
+/* ==== 4. Terminal: notes, progress, Ctrl-C ===========================================
+ *
+ * Long work says where it is, on a terminal only, at most ten times a second, and wipes
+ * its line when it is done; a log file never sees it. The same callback is how Ctrl-C
+ * reaches a step that would take minutes. The first Ctrl-C asks, the second one kills.
+ */
+static volatile sig_atomic_t interrupted; /* the only global that changes */
+
+static void on_signal(int number) {
+    if (interrupted) {
+        signal(number, SIG_DFL);
+        raise(number);
+    }
+    interrupted = 1;
+}
+
+static void signals_catch(void) {
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_signal;
+    action.sa_flags = SA_RESTART;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+}
+
+typedef struct {
+    bool is_tty, is_quiet;
+    bool is_shown;      /* a progress line is on the screen                   */
+    bool hides_compute; /* text is streaming: no line in its way              */
+    uint64_t n_said;    /* ids of the answer so far, 0 in the prompt          */
+    k3_phase phase;
+    uint64_t done, start_ns, last_ns;
+    uint32_t n_layers; /* 0 until the model is open                           */
+} console;
+
+static void console_init(console *c, const cli_args *a) {
+    memset(c, 0, sizeof *c);
+    c->is_quiet = a->quiet;
+    c->is_tty = isatty(STDERR_FILENO) == 1;
+    c->start_ns = c->last_ns = clock_ns(); /* work that is done at once shows no line */
+}
+
+static void console_clear(console *c) {
+    if (c->is_shown) fputs("\r\033[K", stderr);
+    c->is_shown = false;
+}
+
+static void console_note(void *user, const char *line) {
+    console *c = user;
+    console_clear(c);
+    if (!c->is_quiet) say("note: %s", line);
+}
+
+/* The part of a progress line that counts bytes: "1.20 GiB of 8.00 GiB, 2.1 GiB/s". */
+static void console_bytes(char *line, size_t cap, const char *what, const k3_progress *p,
+                          double seconds) {
+    char done[32], total[32], rate[32];
+    fmt_bytes(done, p->done);
+    fmt_bytes(rate, seconds > 0 ? (uint64_t)((double)p->done / seconds) : 0);
+    if (p->total)
+        snprintf(line, cap, "%s: %s of %s, %s/s", what, done, fmt_bytes(total, p->total), rate);
+    else
+        snprintf(line, cap, "%s: %s, %s/s", what, done, rate);
+}
+
+/* "prompt: 37 %, layer 12, 8.1 tok/s, 42 s left", then "answer: 8 ids, layer 12". */
+static void console_compute(char *line, size_t cap, const console *c, const k3_progress *p,
+                            double seconds) {
+    char where[32] = "";
+    if (p->layer >= 0) snprintf(where, sizeof where, ", layer %d", p->layer);
+    if (c->n_said) {
+        snprintf(line, cap, "answer: %llu ids%s", (unsigned long long)c->n_said, where);
+        return;
+    }
+    double rate = seconds > 0 ? (double)p->done / seconds : 0;
+    double left = rate > 0 && p->total > p->done ? (double)(p->total - p->done) / rate : 0;
+    double percent = p->total ? 100.0 * (double)p->done / (double)p->total : 0;
+    int n = snprintf(line, cap, "prompt: %.0f %%%s", percent, where);
+    if (c->n_layers && rate > 0)
+        snprintf(line + n, cap - (size_t)n, ", %.1f tok/s, %.0f %s left", rate / c->n_layers,
+                 left < 120 ? left : left / 60, left < 120 ? "s" : "min");
+}
+
+static int console_progress(void *user, const k3_progress *p) {
+    console *c = user;
+    uint64_t now = clock_ns();
+    char line[160];
+    if (interrupted) return 1;
+    if (p->phase != c->phase || p->done < c->done) c->start_ns = now;
+    c->phase = p->phase;
+    c->done = p->done;
+    if (!c->is_tty || now - c->last_ns < 100000000u) return 0;
+    if (p->phase == K3_PHASE_COMPUTE && c->hides_compute) return 0;
+    double seconds = (double)(now - c->start_ns) * 1e-9;
+    c->last_ns = now;
+    switch (p->phase) {
+    case K3_PHASE_OPEN: console_bytes(line, sizeof line, "headers", p, seconds); break;
+    case K3_PHASE_LOAD: console_bytes(line, sizeof line, "loading", p, seconds); break;
+    case K3_PHASE_VERIFY: console_bytes(line, sizeof line, "checking", p, seconds); break;
+    case K3_PHASE_COMPUTE: console_compute(line, sizeof line, c, p, seconds); break;
+    }
+    fprintf(stderr, "\r\033[K%s", line);
+    c->is_shown = true;
+    return 0;
+}
+
+/* ==== 5. Prompts, models, files ======================================================
+ *
+ * What the commands share: bytes of a prompt (any bytes, NUL and invalid UTF-8 included),
+ * lists of ids, the model directory with the bundled model as the default, and output files
+ * that are whole or absent.
+ */
+typedef struct {
+    char *p;
+    size_t n;
+} blob;
+
+/* The whole of a file; "-" is stdin. */
+static int blob_read(blob *b, const char *path) {
+    bool is_stdin = strcmp(path, "-") == 0;
+    const char *name = is_stdin ? "stdin" : path;
+    FILE *f = is_stdin ? stdin : fopen(path, "rb");
+    size_t cap = 0;
+    int rc = DONE;
+    if (!f) return fail(FAIL_IO, "%s: %s", name, strerror(errno));
+    for (;;) {
+        if (b->n == cap) {
+            char *grown = realloc(b->p, cap = cap ? cap * 2 : 65536);
+            if (!grown) {
+                rc = fail_memory(name, cap);
+                break;
+            }
+            b->p = grown;
+        }
+        size_t got = fread(b->p + b->n, 1, cap - b->n, f);
+        b->n += got;
+        if (got == 0) break;
+    }
+    if (rc == DONE && ferror(f)) rc = fail(FAIL_IO, "%s: %s", name, strerror(errno));
+    if (!is_stdin) fclose(f);
+    return rc;
+}
+
+typedef struct {
+    uint32_t *id;
+    size_t n;
+} id_list;
+
+/* "1,2,3", blanks around a number allowed. `what` names the source in a message. */
+static int ids_parse(id_list *out, const char *text, size_t n_bytes, const char *what) {
+    out->n = 0;
+    out->id = malloc((n_bytes / 2 + 1) * sizeof *out->id);
+    if (!out->id) return fail_memory(what, n_bytes * 2);
+    for (size_t i = 0;; i++) {
+        uint64_t value;
+        size_t end;
+        while (i < n_bytes && text[i] == ' ') i++;
+        for (end = i; end < n_bytes && text[end] != ','; end++) continue;
+        size_t n = end - i;
+        while (n && isspace((unsigned char)text[i + n - 1])) n--;
+        if (n == 0)
+            return fail(FAIL_USAGE, "%s: number %zu is empty (write 1,2,3)", what, out->n + 1);
+        if (!parse_u64(text + i, n, &value) || value > UINT32_MAX)
+            return fail(FAIL_USAGE, "%s: number %zu, '%.*s', is not a token id", what, out->n + 1,
+                        (int)(n < 40 ? n : 40), text + i);
+        out->id[out->n++] = (uint32_t)value;
+        i = end;
+        if (end == n_bytes) return DONE;
+    }
+}
+
+static int ids_encode(id_list *out, k3_tokenizer *t, const char *text, size_t n_bytes,
+                      bool control) {
+    k3_error err = {{0}};
+    out->id = malloc((n_bytes + 1) * sizeof *out->id); /* one id per byte always suffices */
+    if (!out->id) return fail_memory("the prompt's ids", n_bytes * sizeof *out->id);
+    int64_t n = k3_encode(t, text, n_bytes, control ? K3_CONTROL : K3_TEXT, out->id, n_bytes, &err);
+    if (n < 0) return fail_status((int)n, &err);
+    out->n = (size_t)n;
+    return DONE;
+}
+
+/* The prompt as given: exactly one of the argument, --prompt-file and --ids. Text goes to
+ * `text`; with --ids `text` stays empty and `ids` is filled. */
+static int prompt_read(const cli_args *a, blob *text, id_list *ids, const char *command) {
+    int n_source = (a->arg != NULL) + (a->prompt_file != NULL) + (a->ids != NULL);
+    int rc = DONE;
+    if (n_source == 0)
+        return fail(FAIL_USAGE,
+                    "%s needs a prompt: text, --prompt-file FILE, --ids N,N or - for stdin",
+                    command);
+    if (n_source > 1)
+        return fail(FAIL_USAGE,
+                    "%s takes one prompt: text, --prompt-file or --ids, not two of them", command);
+    if (a->ids) return ids_parse(ids, a->ids, strlen(a->ids), "--ids");
+    if (a->prompt_file || strcmp(a->arg, "-") == 0) {
+        rc = blob_read(text, a->prompt_file ? a->prompt_file : "-");
+    } else {
+        text->n = strlen(a->arg);
+        text->p = malloc(text->n + 1);
+        if (!text->p) return fail_memory("the prompt", text->n);
+        memcpy(text->p, a->arg, text->n + 1);
+    }
+    if (rc == DONE && text->n == 0)
+        rc = fail(FAIL_USAGE, "%s: the prompt is empty, there is nothing to go on from", command);
+    return rc;
+}
+
+static bool is_model_dir(const char *dir) {
+    char path[4096];
+    return snprintf(path, sizeof path, "%s/config.json", dir) < (int)sizeof path &&
+           access(path, R_OK) == 0;
+}
+
+/* The directory to open: --model, or the bundled model, which is said. */
+static int model_find(const cli_args *a, const char **dir) {
+    static const char *const bundled[] = {K3_DEMO_DIR, "demo"};
+    struct stat st;
+    *dir = a->model;
+    if (a->model) {
+        if (stat(a->model, &st) != 0)
+            return fail(FAIL_MODEL, "--model %s: %s", a->model, strerror(errno));
+        if (!S_ISDIR(st.st_mode))
+            return fail(FAIL_MODEL,
+                        "--model %s: not a directory (give the one that holds config.json)",
+                        a->model);
+        if (!is_model_dir(a->model))
+            return fail(FAIL_MODEL, "--model %s: no readable config.json there, so no model",
+                        a->model);
+        return DONE;
+    }
+    for (size_t i = 0; i < COUNT(bundled) && !*dir; i++)
+        if (is_model_dir(bundled[i])) *dir = bundled[i];
+    if (!*dir)
+        return fail(FAIL_USAGE, "no --model DIR given, and the bundled model is not at %s",
+                    K3_DEMO_DIR);
+    if (!a->quiet) say("no --model given: using the small bundled model, %s", *dir);
+    return DONE;
+}
+
+static int engine_open(k3_engine **e, const cli_args *a, const char *dir, bool headers_only,
+                       console *con) {
+    k3_options o;
+    k3_error err = {{0}};
+    k3_options_default(&o);
+    o.model_dir = dir;
+    o.kernels = a->kernels;
+    o.n_threads = (int)a->threads;
+    o.chunk = (int)a->chunk;
+    o.ram_bytes = a->ram;
+    o.headers_only = headers_only;
+    if (is_given(a, "--lora-eps")) o.eps_lora = a->lora_eps;
+    if (a->golden) o.eps_lora = 1e-5f;
+    o.note = console_note;
+    o.progress = console_progress;
+    o.user = con;
+    int status = k3_engine_open(e, &o, &err);
+    console_clear(con);
+    if (status < 0) return fail_status(status, &err);
+    con->n_layers = k3_engine_shape(*e)->n_layers;
+    return DONE;
+}
+
+/* Open the tokenizer. Ids can do without one (checkpoints made for tests have none): then
+ * *t stays NULL, which is noted, and the answer has ids but no text. */
+static int tokenizer_open(k3_tokenizer **t, const cli_args *a, const char *dir) {
+    char path[4096];
+    k3_error err = {{0}};
+    snprintf(path, sizeof path, "%s/tiktoken.model", dir);
+    if (a->ids && access(path, F_OK) != 0 && errno == ENOENT) {
+        if (!a->quiet) say("note: %s is absent: ids only, no text", path);
+        return DONE;
+    }
+    int status = k3_tokenizer_open(t, dir, &err);
+    return status < 0 ? fail_status(status, &err) : DONE;
+}
+
+/* An output file that is whole or absent. Devices and pipes are never removed. */
+typedef struct {
+    FILE *f;
+    const char *path;
+} outfile;
+
+static int outfile_open(outfile *o, const char *path) {
+    o->path = path;
+    o->f = fopen(path, "wb");
+    return o->f ? DONE : fail(FAIL_IO, "%s: %s", path, strerror(errno));
+}
+
+static int outfile_write(outfile *o, const void *p, size_t n_bytes) {
+    if (fwrite(p, 1, n_bytes, o->f) == n_bytes) return DONE;
+    return fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
+}
+
+/* Close; `keep` false, or a failure to write the rest, removes what is there. */
+static int outfile_close(outfile *o, bool keep) {
+    struct stat st;
+    int rc = DONE;
+    if (!o->f) return DONE;
+    bool is_file = fstat(fileno(o->f), &st) == 0 && S_ISREG(st.st_mode);
+    bool had_error = ferror(o->f) != 0;
+    if (fclose(o->f) != 0 && keep && !had_error)
+        rc = fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
+    else if (had_error)
+        rc = keep ? fail(FAIL_IO, "%s: write error", o->path) : FAIL_IO;
+    if ((rc != DONE || !keep) && is_file) remove(o->path);
+    o->f = NULL;
+    return rc;
+}
+
+/* ==== 6. One answer: run =============================================================
+ *
+ * A timeline (below) is a session with its row of logits and its two running hashes; run
+ * and bench both drive one. Around it, run keeps the text: made printable (no half UTF-8
+ * sequence), searched for stop texts (held back while it could still become one), written
+ * at once. Whatever ends the answer, what was said so far has been printed.
+ */
+typedef struct {
+    k3_session *s;
+    size_t n_vocab;
+    float *row;    /* f32[n_vocab], logits after the last position run       */
+    void *scratch; /* for k3_sample                                          */
+    k3_sampler sampler;
+    uint64_t ids_fnv, logits_fnv;
+} timeline;
+
+static int timeline_open(timeline *t, k3_engine *e, const cli_args *a, uint64_t context) {
+    k3_error err = {{0}};
+    t->n_vocab = k3_engine_shape(e)->vocab_size;
+    t->sampler = (k3_sampler){a->temperature, a->top_p, (uint32_t)a->top_k, a->seed};
+    t->ids_fnv = t->logits_fnv = K3_FNV_BASIS;
+    t->row = malloc(t->n_vocab * sizeof *t->row);
+    t->scratch = malloc(k3_sample_scratch(t->n_vocab) + 1);
+    if (!t->row || !t->scratch) return fail_memory("a row of logits", t->n_vocab * sizeof *t->row);
+    int status = k3_session_new(&t->s, e, context, &err);
+    return status < 0 ? fail_status(status, &err) : DONE;
+}
+
+static void timeline_close(timeline *t) {
+    k3_session_free(t->s);
+    free(t->row);
+    free(t->scratch);
+}
+
+static void timeline_hash_row(timeline *t) {
+    t->logits_fnv = k3_fnv1a(t->logits_fnv, t->row, t->n_vocab * sizeof *t->row);
+}
+
+/* Run ids and hash the row of the last one. A negative return is a k3_status. */
+static int timeline_feed(timeline *t, const uint32_t *ids, size_t n, k3_error *err) {
+    int status = k3_session_feed(t->s, ids, n, K3_ROWS_LAST, t->row, err);
+    if (status >= 0) timeline_hash_row(t);
+    return status;
+}
+
+/* The id that follows the row at hand; not yet run. */
+static uint32_t timeline_draw(timeline *t) {
+    uint64_t pos = k3_session_pos(t->s) - 1;
+    uint32_t id = k3_sample(&t->sampler, t->row, t->n_vocab, pos, t->scratch);
+    t->ids_fnv = k3_fnv1a(t->ids_fnv, &id, sizeof id);
+    return id;
+}
+
+typedef struct {
+    const cli_args *a;
+    const char *dir;
+    console con;
+    k3_engine *e;
+    k3_tokenizer *t; /* NULL: no text                                         */
+    timeline line;
+    blob prompt;
+    id_list prompt_ids, said; /* said: generated ids                          */
+    size_t cap_said;
+    blob text;              /* all text so far                                             */
+    size_t cap_text, n_out; /* of which n_out bytes were written              */
+    k3_utf8 utf8;
+    outfile dump, trace;
+    uint64_t trace_fnv;
+    uint64_t load_ns, prompt_ns, gen_ns; /* gen: n_step ids run after the prompt */
+    uint64_t n_step;
+    const char *why; /* "eos" "stop" "tokens" "context" "interrupt"           */
+} run_state;
+
+/* The hash of one position and layer, to the trace and into trace_fnv. */
+static void run_trace(void *user, uint64_t pos, uint32_t layer, uint64_t fnv) {
+    run_state *r = user;
+    r->trace_fnv = k3_fnv1a(r->trace_fnv, &fnv, sizeof fnv);
+    if (!r->trace.f) console_clear(&r->con);
+    fprintf(r->trace.f ? r->trace.f : stderr, "trace %llu %u %016llx\n", (unsigned long long)pos,
+            (unsigned)layer, (unsigned long long)fnv);
+}
+
+/* Bytes at the end of p[0, n) that could be the start of `stop`. */
+static size_t stop_prefix(const char *p, size_t n, const char *stop) {
+    size_t most = strlen(stop) - 1;
+    for (size_t k = n < most ? n : most; k > 0; k--)
+        if (memcmp(p + n - k, stop, k) == 0) return k;
+    return 0;
+}
+
+/* Write what may be written of the text. Returns DONE, an exit code, or -1 when a stop text
+ * was met: the text then ends before it. `is_end`: nothing more will come. */
+static int run_write(run_state *r, bool is_end) {
+    char *from = r->text.p + r->n_out;
+    size_t n = r->text.n - r->n_out, n_held = 0;
+    bool is_met = false;
+    for (size_t i = 0; i < r->a->n_stop; i++) {
+        const char *hit = memmem(from, n, r->a->stop[i], strlen(r->a->stop[i]));
+        if (!hit) continue;
+        n = (size_t)(hit - from); /* later ones must come earlier still */
+        is_met = true;
+    }
+    for (size_t i = 0; i < r->a->n_stop && !is_end && !is_met; i++) {
+        size_t k = stop_prefix(from, n, r->a->stop[i]);
+        if (k > n_held) n_held = k;
+    }
+    int rc = r->a->json || n == n_held ? DONE : out_write(from, n - n_held);
+    r->n_out += n - n_held;
+    if (is_met) r->text.n = r->n_out;
+    return rc != DONE ? rc : is_met ? -1 : DONE;
+}
+
+/* Add bytes to the text and write it; n_bytes 0 flushes at the end. Returns as run_write. */
+static int run_text(run_state *r, const char *bytes, size_t n_bytes) {
+    size_t need = r->text.n + 3 * (n_bytes + 3);
+    if (need > r->cap_text) {
+        char *grown = realloc(r->text.p, need * 2);
+        if (!grown) return fail_memory("the text", need * 2);
+        r->text.p = grown;
+        r->cap_text = need * 2;
+    }
+    r->text.n += k3_utf8_push(&r->utf8, bytes, n_bytes, r->text.p + r->text.n);
+    return run_write(r, n_bytes == 0);
+}
+
+static int run_keep_id(run_state *r, uint32_t id) {
+    if (r->said.n == r->cap_said) {
+        size_t cap = r->cap_said ? r->cap_said * 2 : 256;
+        uint32_t *grown = realloc(r->said.id, cap * sizeof *grown);
+        if (!grown) return fail_memory("the answer's ids", cap * sizeof *grown);
+        r->said.id = grown;
+        r->cap_said = cap;
+    }
+    r->said.id[r->said.n++] = id;
+    return DONE;
+}
+
+/* Asked before the weights are loaded, which may take minutes, and again when the model has
+ * said what it can hold. */
+static int run_check_context(const run_state *r, uint64_t context) {
+    if (r->prompt_ids.n <= context) return DONE;
+    return fail(exit_code(K3_EFULL),
+                "the prompt is %zu ids and the context holds %llu: raise --context",
+                r->prompt_ids.n, (unsigned long long)context);
+}
+
+/* Everything before the first position: prompt, tokenizer, files, weights, session. */
+static int run_open(run_state *r) {
+    const cli_args *a = r->a;
+    int rc = prompt_read(a, &r->prompt, &r->prompt_ids, "run");
+    if (rc == DONE) rc = model_find(a, &r->dir);
+    if (rc == DONE) rc = tokenizer_open(&r->t, a, r->dir);
+    if (rc == DONE && !a->ids)
+        rc = ids_encode(&r->prompt_ids, r->t, r->prompt.p, r->prompt.n, a->control);
+    if (rc != DONE) return rc;
+    if (!a->quiet && r->prompt.n && r->prompt.p[r->prompt.n - 1] == '\n')
+        say("note: the prompt ends with a newline, which is part of it");
+    if (!a->quiet && a->temperature <= 0 && (a->top_k || a->top_p < 1))
+        say("note: --top-k and --top-p change nothing at --temperature 0");
+    rc = run_check_context(r, a->context ? a->context : DEFAULT_CONTEXT);
+    if (rc == DONE && a->dump_logits) rc = outfile_open(&r->dump, a->dump_logits);
+    if (rc == DONE && a->trace && a->trace[0]) rc = outfile_open(&r->trace, a->trace);
+    if (rc != DONE) return rc;
+    signals_catch();
+    uint64_t start = clock_ns();
+    rc = engine_open(&r->e, a, r->dir, false, &r->con);
+    r->load_ns = clock_ns() - start;
+    if (rc == DONE) rc = timeline_open(&r->line, r->e, a, a->context);
+    if (rc != DONE) return rc;
+    uint64_t context = k3_session_context(r->line.s);
+    rc = run_check_context(r, context);
+    if (a->verbose)
+        say("kernels %s, threads %d, chunk %d, context %llu, numerics %s", k3_engine_kernels(r->e),
+            k3_engine_threads(r->e), k3_engine_chunk(r->e), (unsigned long long)context,
+            K3_NUMERICS_ID);
+    if (a->trace) k3_session_trace(r->line.s, run_trace, r);
+    r->trace_fnv = K3_FNV_BASIS;
+    return rc;
+}
+
+/* The prompt, with every row to the dump: in blocks, so that memory does not grow with it. */
+static int run_prompt_rows(run_state *r) {
+    size_t n_vocab = r->line.n_vocab, n_block = (size_t)k3_engine_chunk(r->e);
+    k3_error err = {{0}};
+    int rc = DONE, status = 0;
+    if (n_block > 64) n_block = 64;
+    float *rows = malloc(n_block * n_vocab * sizeof *rows);
+    if (!rows) return fail_memory("rows of logits", n_block * n_vocab * sizeof *rows);
+    for (size_t i = 0, n; i < r->prompt_ids.n && rc == DONE; i += n) {
+        n = r->prompt_ids.n - i < n_block ? r->prompt_ids.n - i : n_block;
+        status = k3_session_feed(r->line.s, r->prompt_ids.id + i, n, K3_ROWS_ALL, rows, &err);
+        console_clear(&r->con);
+        if (status < 0) break;
+        rc = outfile_write(&r->dump, rows, n * n_vocab * sizeof *rows);
+        memcpy(r->line.row, rows + (n - 1) * n_vocab, n_vocab * sizeof *rows);
+    }
+    free(rows);
+    if (status < 0) return fail_status(status, &err);
+    timeline_hash_row(&r->line);
+    return rc;
+}
+
+static int run_prompt(run_state *r) {
+    uint64_t start = clock_ns();
+    k3_error err = {{0}};
+    int rc = DONE;
+    if (r->dump.f) {
+        rc = run_prompt_rows(r);
+    } else {
+        int status = timeline_feed(&r->line, r->prompt_ids.id, r->prompt_ids.n, &err);
+        console_clear(&r->con);
+        if (status < 0) rc = fail_status(status, &err);
+    }
+    r->prompt_ns = clock_ns() - start;
+    if (r->con.is_tty && isatty(STDOUT_FILENO) == 1) r->con.hides_compute = true;
+    return rc;
+}
+
+/* Run the id just drawn, which gives the row for the next. INTERRUPTED is not yet said. */
+static int run_step(run_state *r, uint32_t id) {
+    k3_error err = {{0}};
+    uint64_t start = clock_ns();
+    r->con.n_said = r->said.n;
+    int status = timeline_feed(&r->line, &id, 1, &err);
+    console_clear(&r->con);
+    r->gen_ns += clock_ns() - start;
+    if (status == K3_ECANCEL) return INTERRUPTED;
+    if (status < 0) return fail_status(status, &err);
+    r->n_step++;
+    if (r->trace.f && ferror(r->trace.f)) return fail(FAIL_IO, "%s: write error", r->trace.path);
+    return r->dump.f ? outfile_write(&r->dump, r->line.row, r->line.n_vocab * sizeof(float)) : DONE;
+}
+
+/* Draw, print, run, until something ends it; `why` says what. */
+static int run_generate(run_state *r) {
+    const cli_args *a = r->a;
+    uint32_t eos = k3_engine_shape(r->e)->eos_id;
+    int rc = DONE;
+    r->why = "tokens";
+    while (r->said.n < a->tokens && rc == DONE) {
+        uint32_t id = timeline_draw(&r->line);
+        rc = run_keep_id(r, id);
+        if (rc != DONE) break;
+        if (id == eos && !a->no_stop) {
+            r->why = "eos";
+            break;
+        }
+        size_t n_bytes = 0;
+        const char *bytes = r->t ? k3_id_bytes(r->t, id, &n_bytes) : NULL;
+        if (bytes && n_bytes) rc = run_text(r, bytes, n_bytes);
+        if (rc == -1) {
+            r->why = "stop";
+            return DONE;
+        }
+        if (rc != DONE || r->said.n == a->tokens) break;
+        if (k3_session_pos(r->line.s) == k3_session_context(r->line.s)) {
+            r->why = "context";
+            break;
+        }
+        rc = interrupted ? INTERRUPTED : run_step(r, id);
+    }
+    if (rc == INTERRUPTED) r->why = "interrupt";
+    if (ferror(stdout)) return rc;
+    int end = run_text(r, "", 0); /* what was held back */
+    if (end == -1) r->why = "stop";
+    return end > 0 && rc == DONE ? end : rc;
+}
+
+static void json_put(json_object *o, const char *key, json_object *value) {
+    json_object_object_add(o, key, value);
+}
+
+static void json_put_hash(json_object *o, const char *key, uint64_t fnv) {
+    char text[20];
+    snprintf(text, sizeof text, "%016llx", (unsigned long long)fnv);
+    json_put(o, key, json_object_new_string(text));
+}
+
+static void json_put_real(json_object *o, const char *key, double value) {
+    char text[64];
+    snprintf(text, sizeof text, "%.6f", value);
+    json_put(o, key, json_object_new_double_s(value, text));
+}
+
+/* The --json object, complete, in one write. */
+static int run_json(const run_state *r) {
+    json_object *o = json_object_new_object(), *ids = json_object_new_array();
+    for (size_t i = 0; i < r->said.n; i++)
+        json_object_array_add(ids, json_object_new_int64(r->said.id[i]));
+    json_put(o, "text", json_object_new_string_len(r->text.p ? r->text.p : "", (int)r->text.n));
+    json_put(o, "ids", ids);
+    json_put(o, "n_prompt", json_object_new_int64((int64_t)r->prompt_ids.n));
+    json_put(o, "n_gen", json_object_new_int64((int64_t)r->said.n));
+    json_put(o, "stop_reason", json_object_new_string(r->why));
+    json_put_hash(o, "ids_fnv", r->line.ids_fnv);
+    json_put_hash(o, "logits_fnv", r->line.logits_fnv);
+    if (r->a->trace) json_put_hash(o, "trace_fnv", r->trace_fnv);
+    json_put_real(o, "load_s", (double)r->load_ns * 1e-9);
+    json_put_real(o, "prompt_s", (double)r->prompt_ns * 1e-9);
+    json_put_real(o, "gen_s", (double)r->gen_ns * 1e-9);
+    json_put_real(o, "prompt_tok_s", per_second(r->prompt_ids.n, r->prompt_ns));
+    json_put_real(o, "gen_tok_s", per_second(r->n_step, r->gen_ns));
+    json_put(o, "model", json_object_new_string(r->dir));
+    json_put(o, "kernels", json_object_new_string(k3_engine_kernels(r->e)));
+    json_put(o, "threads", json_object_new_int(k3_engine_threads(r->e)));
+    json_put(o, "chunk", json_object_new_int(k3_engine_chunk(r->e)));
+    json_put(o, "numerics", json_object_new_string(K3_NUMERICS_ID));
+    json_put(o, "version", json_object_new_string(K3_VERSION));
+    size_t n = 0;
+    const char *text = json_object_to_json_string_length(
+        o, JSON_C_TO_STRING_PLAIN | JSON_C_TO_STRING_NOSLASHESCAPE, &n);
+    int rc = text ? out_write(text, n) : fail_memory("the JSON object", n);
+    if (rc == DONE) rc = out_write("\n", 1);
+    json_object_put(o);
+    return rc;
+}
+
+/* The end: JSON or the last newline to stdout, statistics to stderr. */
+static int run_report(const run_state *r) {
+    int rc = r->a->json ? run_json(r) : r->n_out ? out_write("\n", 1) : DONE;
+    if (r->a->trace)
+        fprintf(r->trace.f ? r->trace.f : stderr, "trace_fnv %016llx\n",
+                (unsigned long long)r->trace_fnv);
+    if (r->a->verbose) {
+        char read[32], held[32];
+        k3_stats st;
+        k3_session_stats(r->line.s, &st);
+        say("experts: %llu uses, %llu read from disk; %s read since open, %s resident",
+            (unsigned long long)st.expert_uses, (unsigned long long)st.expert_loads,
+            fmt_bytes(read, st.read_bytes), fmt_bytes(held, st.resident_bytes));
+    }
+    if (!r->a->quiet)
+        say("prompt %zu ids, %.1f tok/s; answer %zu ids, %.1f tok/s (%s); "
+            "ids_fnv %016llx logits_fnv %016llx",
+            r->prompt_ids.n, per_second(r->prompt_ids.n, r->prompt_ns), r->said.n,
+            per_second(r->n_step, r->gen_ns), r->why, (unsigned long long)r->line.ids_fnv,
+            (unsigned long long)r->line.logits_fnv);
+    return rc;
+}
+
+static void run_close(run_state *r) {
+    timeline_close(&r->line);
+    k3_engine_close(r->e);
+    k3_tokenizer_close(r->t);
+    free(r->prompt.p);
+    free(r->prompt_ids.id);
+    free(r->said.id);
+    free(r->text.p);
+}
+
+static int cmd_run(const cli_args *a) {
+    run_state r;
+    memset(&r, 0, sizeof r);
+    r.a = a;
+    console_init(&r.con, a);
+    int rc = run_open(&r);
+    if (rc == DONE) rc = run_prompt(&r);
+    bool has_answer = rc == DONE;
+    if (rc == DONE) rc = run_generate(&r);
+    if (has_answer && (rc == DONE || rc == INTERRUPTED)) {
+        int said = run_report(&r);
+        if (said != DONE) rc = said;
+    }
+    bool keep = has_answer && (rc == DONE || rc == INTERRUPTED);
+    int dumped = outfile_close(&r.dump, keep), traced = outfile_close(&r.trace, keep);
+    run_close(&r);
+    return rc != DONE ? rc : dumped != DONE ? dumped : traced;
+}
+
+/* ==== 7. Text and ids: tokenize ======================================================
+ *
+ * One line for each id: the id, a tab, its bytes. What is not printable UTF-8 is escaped as
+ * in C, so that a line is a line. --decode goes the other way and is byte exact.
+ */
+
+/* Length of the valid UTF-8 sequence at p, 0 when there is none. */
+static size_t utf8_length(const unsigned char *p, size_t n) {
+    unsigned char lo = p[0] == 0xe0 ? 0xa0 : p[0] == 0xf0 ? 0x90 : 0x80; /* of the second byte */
+    unsigned char hi = p[0] == 0xed ? 0x9f : p[0] == 0xf4 ? 0x8f : 0xbf;
+    size_t len = p[0] < 0x80 ? 1 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
+    if ((p[0] >= 0x80 && p[0] < 0xc2) || p[0] > 0xf4 || len > n) return 0;
+    for (size_t i = 1; i < len; i++) {
+        if (p[i] < lo || p[i] > hi) return 0;
+        lo = 0x80;
+        hi = 0xbf;
+    }
+    return len;
+}
+
+static void put_escaped(const char *bytes, size_t n) {
+    static const char plain[] = "\n\t\r\\", letter[] = "ntr\\";
+    const unsigned char *p = (const unsigned char *)bytes;
+    for (size_t i = 0; i < n;) {
+        size_t len = utf8_length(p + i, n - i);
+        const char *known = p[i] ? strchr(plain, p[i]) : NULL;
+        if (known)
+            printf("\\%c", letter[known - plain]);
+        else if (len == 0 || p[i] < 0x20 || p[i] == 0x7f)
+            printf("\\x%02x", p[i]);
+        else
+            fwrite(p + i, 1, len, stdout);
+        i += len ? len : 1;
+    }
+}
+
+static int tokenize_decode(k3_tokenizer *t, const id_list *ids) {
+    for (size_t i = 0; i < ids->n; i++) {
+        size_t n = 0;
+        const char *bytes = k3_id_bytes(t, ids->id[i], &n);
+        if (!bytes)
+            return fail(FAIL_USAGE, "--ids: number %zu, %u, stands for no text in this model",
+                        i + 1, (unsigned)ids->id[i]);
+        fwrite(bytes, 1, n, stdout);
+    }
+    return DONE;
+}
+
+static void tokenize_list(k3_tokenizer *t, const id_list *ids, bool ids_only) {
+    for (size_t i = 0; i < ids->n; i++) {
+        size_t n = 0;
+        printf(ids_only && i ? ",%u" : "%u", (unsigned)ids->id[i]);
+        if (ids_only) continue;
+        const char *bytes = k3_id_bytes(t, ids->id[i], &n);
+        putchar('\t');
+        if (bytes) put_escaped(bytes, n);
+        putchar('\n');
+    }
+    if (ids_only) putchar('\n');
+}
+
+static int cmd_tokenize(const cli_args *a) {
+    blob text = {NULL, 0};
+    id_list ids = {NULL, 0};
+    k3_tokenizer *t = NULL;
+    const char *dir;
+    k3_error err = {{0}};
+    if (a->decode && !a->ids) return fail(FAIL_USAGE, "tokenize --decode needs --ids N,N,...");
+    int rc = prompt_read(a, &text, &ids, "tokenize");
+    if (rc == DONE) rc = model_find(a, &dir);
+    if (rc != DONE) goto done;
+    int status = k3_tokenizer_open(&t, dir, &err);
+    rc = status < 0 ? fail_status(status, &err) : DONE;
+    if (rc == DONE && !a->ids) rc = ids_encode(&ids, t, text.p, text.n, a->control);
+    if (rc != DONE) goto done;
+    if (a->decode)
+        rc = tokenize_decode(t, &ids);
+    else
+        tokenize_list(t, &ids, a->ids_only);
+    if (fflush(stdout) != 0) rc = fail_stdout(errno);
+    if (rc == DONE && !a->quiet && !a->decode) say("%zu ids", ids.n);
+done:
+    k3_tokenizer_close(t);
+    free(text.p);
+    free(ids.id);
+    return rc;
+}
+
+/* ==== 8. Measure: bench ==============================================================
+ *
+ * A table for a spreadsheet and for the next machine: speeds with the hashes that prove
+ * the same work was done. The `# total` row hashes the logits_fnv of all rows, in order,
+ * as little-endian u64: that is the number --expect takes.
+ */
+typedef struct {
+    const cli_args *a;
+    const char *dir;
+    console con;
+    k3_engine *e;
+    k3_tokenizer *t;
+    timeline line;
+    id_list *prompt;
+    size_t n_prompt;
+} bench_state;
+
+typedef struct {
+    size_t n_in, n_out;
+    double in_s, out_s; /* medians; out_s is for n_out - 1 steps              */
+    uint64_t ids_fnv, logits_fnv;
+} bench_result;
+
+static const char *const BENCH_PROMPT[] = {
+    "The capital of France is", "The chemical symbol of gold is", "12 + 30 =", "Once upon a time",
+    "Monday, Tuesday,",
+};
+
+/* One line of a prompts file, or a built-in prompt. */
+static int bench_add(bench_state *b, const char *line, size_t n, size_t i_line) {
+    char what[64];
+    id_list *grown = realloc(b->prompt, (b->n_prompt + 1) * sizeof *grown);
+    if (!grown) return fail_memory("the prompts", (b->n_prompt + 1) * sizeof *grown);
+    b->prompt = grown;
+    id_list *ids = &b->prompt[b->n_prompt++];
+    *ids = (id_list){NULL, 0};
+    snprintf(what, sizeof what, "--prompts, line %zu", i_line);
+    if (n >= 4 && memcmp(line, "ids:", 4) == 0) return ids_parse(ids, line + 4, n - 4, what);
+    if (!b->t) return fail(FAIL_USAGE, "%s: a model without tiktoken.model takes ids: lines", what);
+    return ids_encode(ids, b->t, line, n, b->a->control);
+}
+
+static int bench_prompts(bench_state *b) {
+    blob file = {NULL, 0};
+    int rc = DONE;
+    if (!b->a->prompts) {
+        for (size_t i = 0; i < COUNT(BENCH_PROMPT) && rc == DONE; i++)
+            rc = bench_add(b, BENCH_PROMPT[i], strlen(BENCH_PROMPT[i]), i + 1);
+        return rc;
+    }
+    rc = blob_read(&file, b->a->prompts);
+    for (size_t at = 0, i_line = 1; at < file.n && rc == DONE; i_line++) {
+        const char *end = memchr(file.p + at, '\n', file.n - at);
+        size_t n = end ? (size_t)(end - (file.p + at)) : file.n - at;
+        if (n) rc = bench_add(b, file.p + at, n, i_line); /* an empty line is no prompt */
+        at += n + 1;
+    }
+    free(file.p);
+    if (rc == DONE && b->n_prompt == 0) rc = fail(FAIL_USAGE, "%s: no prompt in it", b->a->prompts);
+    return rc;
+}
+
+static int bench_open(bench_state *b) {
+    const cli_args *a = b->a;
+    char path[4096];
+    k3_error err = {{0}};
+    uint64_t most = 0;
+    int rc = model_find(a, &b->dir);
+    if (rc != DONE) return rc;
+    snprintf(path, sizeof path, "%s/tiktoken.model", b->dir);
+    if (!a->prompts || access(path, F_OK) == 0) {
+        int status = k3_tokenizer_open(&b->t, b->dir, &err);
+        if (status < 0) return fail_status(status, &err);
+    }
+    rc = bench_prompts(b);
+    signals_catch();
+    if (rc == DONE) rc = engine_open(&b->e, a, b->dir, false, &b->con);
+    for (size_t i = 0; i < b->n_prompt; i++)
+        if (b->prompt[i].n > most) most = b->prompt[i].n;
+    if (rc == DONE) rc = timeline_open(&b->line, b->e, a, most + a->tokens);
+    return rc;
+}
+
+/* One prompt, once; the two times go to *in_s and *out_s. */
+static int bench_once(bench_state *b, const id_list *prompt, double *in_s, double *out_s) {
+    timeline *line = &b->line;
+    k3_error err = {{0}};
+    k3_session_reset(line->s);
+    line->ids_fnv = line->logits_fnv = K3_FNV_BASIS;
+    uint64_t start = clock_ns();
+    int status = timeline_feed(line, prompt->id, prompt->n, &err);
+    uint64_t middle = clock_ns();
+    for (uint64_t i = 0; i < b->a->tokens && status >= 0; i++) {
+        uint32_t id = timeline_draw(line);
+        if (i + 1 < b->a->tokens) status = timeline_feed(line, &id, 1, &err);
+    }
+    *in_s = (double)(middle - start) * 1e-9;
+    *out_s = (double)(clock_ns() - middle) * 1e-9;
+    console_clear(&b->con);
+    return status < 0 ? fail_status(status, &err) : DONE;
+}
+
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *value, size_t n) {
+    qsort(value, n, sizeof *value, compare_doubles);
+    return (value[(n - 1) / 2] + value[n / 2]) / 2;
+}
+
+static int bench_prompt(bench_state *b, size_t i_prompt, bench_result *out) {
+    double in_s[MAX_REPEAT], out_s[MAX_REPEAT];
+    const id_list *prompt = &b->prompt[i_prompt];
+    size_t n = b->a->repeats;
+    for (size_t i = 0; i < n; i++) {
+        int rc = bench_once(b, prompt, &in_s[i], &out_s[i]);
+        if (rc != DONE) return rc;
+        if (i && (b->line.ids_fnv != out->ids_fnv || b->line.logits_fnv != out->logits_fnv))
+            return fail(FAIL_CHECK,
+                        "prompt %zu: repeat %zu has logits_fnv %016llx, the first %016llx",
+                        i_prompt, i + 1, (unsigned long long)b->line.logits_fnv,
+                        (unsigned long long)out->logits_fnv);
+        out->ids_fnv = b->line.ids_fnv;
+        out->logits_fnv = b->line.logits_fnv;
+    }
+    out->n_in = prompt->n;
+    out->n_out = b->a->tokens;
+    out->in_s = median(in_s, n);
+    out->out_s = median(out_s, n);
+    return DONE;
+}
+
+static int bench_row(const bench_state *b, const char *name, const bench_result *r, size_t n_step) {
+    printf("%s\t%zu\t%zu\t%.2f\t%.2f\t%016llx\t%016llx\t%s\t%d\t%d\t%s\n", name, r->n_in, r->n_out,
+           r->in_s > 0 ? (double)r->n_in / r->in_s : 0,
+           r->out_s > 0 ? (double)n_step / r->out_s : 0, (unsigned long long)r->ids_fnv,
+           (unsigned long long)r->logits_fnv, k3_engine_kernels(b->e), k3_engine_threads(b->e),
+           k3_engine_chunk(b->e), K3_NUMERICS_ID);
+    return fflush(stdout) == 0 ? DONE : fail_stdout(errno);
+}
+
+static int bench_all(bench_state *b, uint64_t *logits_fnv) {
+    bench_result total = {0, 0, 0, 0, K3_FNV_BASIS, K3_FNV_BASIS};
+    size_t n_step = 0;
+    puts("prompt\tn_prompt\tn_gen\tin_tok_s\tout_tok_s\tids_fnv\tlogits_fnv\t"
+         "kernels\tthreads\tchunk\tnumerics");
+    for (size_t i = 0; i < b->n_prompt; i++) {
+        bench_result r = {0, 0, 0, 0, 0, 0};
+        char name[24];
+        int rc = bench_prompt(b, i, &r);
+        size_t steps = r.n_out ? r.n_out - 1 : 0;
+        snprintf(name, sizeof name, "%zu", i);
+        if (rc == DONE) rc = bench_row(b, name, &r, steps);
+        if (rc != DONE) return rc;
+        total.n_in += r.n_in;
+        total.n_out += r.n_out;
+        total.in_s += r.in_s;
+        total.out_s += r.out_s;
+        total.ids_fnv = k3_fnv1a(total.ids_fnv, &r.ids_fnv, sizeof r.ids_fnv);
+        total.logits_fnv = k3_fnv1a(total.logits_fnv, &r.logits_fnv, sizeof r.logits_fnv);
+        n_step += steps;
+    }
+    *logits_fnv = total.logits_fnv;
+    return bench_row(b, "# total", &total, n_step);
+}
+
+/* ---- kernels only: see bench_kernels() ---- */
+static int bench_kernels(int max_threads, const char *only, FILE *out) {
+    (void)max_threads, (void)only, (void)out;
+    return fail(FAIL_USAGE, "bench --kernels-only is not in this build");
+}
+
+static int cmd_bench(const cli_args *a) {
+    bench_state b;
+    uint64_t logits_fnv = 0;
+    if (a->kernels_only) return bench_kernels((int)a->threads, a->kernels, stdout);
+    memset(&b, 0, sizeof b);
+    b.a = a;
+    console_init(&b.con, a);
+    int rc = bench_open(&b);
+    if (rc == DONE) rc = bench_all(&b, &logits_fnv);
+    if (rc == DONE && is_given(a, "--expect") && logits_fnv != a->expect)
+        rc = fail(FAIL_CHECK, "--expect: logits_fnv is %016llx, not %016llx",
+                  (unsigned long long)logits_fnv, (unsigned long long)a->expect);
+    timeline_close(&b.line);
+    k3_engine_close(b.e);
+    k3_tokenizer_close(b.t);
+    for (size_t i = 0; i < b.n_prompt; i++) free(b.prompt[i].id);
+    free(b.prompt);
+    return rc;
+}
+
+/* ==== 9. Trust: verify, info =========================================================
+ *
+ * verify reads every byte that will ever be computed with, before a long run does. The
+ * golden values tie the real weights to other people's programs: an engine can agree with
+ * itself everywhere and still be wrong. info says what fits where, and reads no weight.
+ */
+
+/* Logits of the last of ids 3 4 5 6 7 through all 93 layers of the released weights, f32
+ * activations, every eps 1e-5: the ten largest and the mean over the vocabulary, as
+ * published with kimi-k3-in-c (tests/fixtures/golden, Apache-2.0), where a torch and a C
+ * program agree to 7.9e-6 (K3-SPEC 8). */
+static const struct {
+    uint32_t id;
+    float logit;
+} GOLDEN[10] = {{2494, 15.02195f}, {220, 12.80881f},   {15, 12.72964f},  {382, 12.63853f},
+                {16, 12.29995f},   {19081, 12.09914f}, {397, 12.06660f}, {17, 12.00401f},
+                {87, 11.97334f},   {701, 11.82532f}};
+static const double GOLDEN_MEAN = -0.46254;
+static const double GOLDEN_LIMIT = 1e-3;
+static const uint32_t GOLDEN_IDS[] = {3, 4, 5, 6, 7};
+enum { GOLDEN_VOCAB = 163840, GOLDEN_LAYERS = 93 };
+
+/* Print how far a row is from the golden values; FAIL_CHECK when that is too far. */
+static int golden_compare(const float *row, size_t n_vocab) {
+    double worst = 0, mean = 0, last = INFINITY;
+    size_t n_same = 0, i_last = n_vocab;
+    for (size_t i = 0; i < n_vocab; i++) mean += row[i];
+    mean /= (double)n_vocab;
+    printf("rank\tid\tlogit\tgolden_id\tgolden_logit\tdiff\n");
+    for (size_t rank = 0; rank < COUNT(GOLDEN); rank++) {
+        size_t best = n_vocab;
+        for (size_t i = 0; i < n_vocab; i++) /* the largest after the last one, lowest id first */
+            if ((row[i] < last || (row[i] == last && i > i_last)) &&
+                (best == n_vocab || row[i] > row[best]))
+                best = i;
+        if (best == n_vocab) return fail(FAIL_CHECK, "fewer than ten finite logits");
+        last = row[best];
+        i_last = best;
+        double diff = (double)row[GOLDEN[rank].id] - (double)GOLDEN[rank].logit;
+        if (fabs(diff) > worst) worst = fabs(diff);
+        n_same += best == GOLDEN[rank].id;
+        printf("%zu\t%zu\t%.5f\t%u\t%.5f\t%+.1e\n", rank + 1, best, (double)row[best],
+               (unsigned)GOLDEN[rank].id, (double)GOLDEN[rank].logit, diff);
+    }
+    printf("golden: %zu of 10 ranks agree, largest difference %.1e, mean %.5f (golden %.5f)\n",
+           n_same, worst, mean, GOLDEN_MEAN);
+    if (n_same == COUNT(GOLDEN) && worst <= GOLDEN_LIMIT &&
+        fabs(mean - GOLDEN_MEAN) <= GOLDEN_LIMIT)
+        return DONE;
+    return fail(FAIL_CHECK,
+                "the golden logits are not reproduced (limit %.0e, same ten ids in order)",
+                GOLDEN_LIMIT);
+}
+
+static int verify_golden(const cli_args *a, const char *dir, console *con) {
+    k3_engine *e = NULL;
+    timeline line;
+    k3_error err = {{0}};
+    memset(&line, 0, sizeof line);
+    int rc = engine_open(&e, a, dir, false, con);
+    if (rc == DONE) rc = timeline_open(&line, e, a, 16);
+    if (rc == DONE) {
+        int status = timeline_feed(&line, GOLDEN_IDS, COUNT(GOLDEN_IDS), &err);
+        console_clear(con);
+        rc = status < 0 ? fail_status(status, &err) : golden_compare(line.row, line.n_vocab);
+    }
+    timeline_close(&line);
+    k3_engine_close(e);
+    return rc;
+}
+
+static uint64_t expert_count(const k3_shape *s) {
+    return (uint64_t)(s->n_layers - s->n_dense) * s->n_experts;
+}
+
+static int cmd_verify(const cli_args *a) {
+    k3_engine *e = NULL;
+    console con;
+    const char *dir;
+    k3_error err = {{0}};
+    char experts[32], trunk[32];
+    console_init(&con, a);
+    int rc = model_find(a, &dir);
+    if (rc != DONE) return rc;
+    signals_catch();
+    rc = engine_open(&e, a, dir, true, &con);
+    if (rc != DONE) goto done;
+    const k3_shape *s = k3_engine_shape(e);
+    if (a->golden && (s->vocab_size != GOLDEN_VOCAB || s->n_layers != GOLDEN_LAYERS)) {
+        rc = fail(
+            FAIL_USAGE,
+            "--golden: its values belong to the released weights (%d layers, vocabulary %d); this "
+            "model has %u and %u",
+            GOLDEN_LAYERS, GOLDEN_VOCAB, (unsigned)s->n_layers, (unsigned)s->vocab_size);
+        goto done;
+    }
+    int64_t n = k3_engine_verify(e, &err);
+    console_clear(&con);
+    if (n < 0) {
+        rc = fail_status((int)n, &err);
+        goto done;
+    }
+    printf("%s: headers, %lld of %llu experts (%s) and the trunk (%s) read and checked: no fault\n",
+           dir, (long long)n, (unsigned long long)expert_count(s),
+           fmt_bytes(experts, (uint64_t)n * s->expert_bytes), fmt_bytes(trunk, s->trunk_bytes));
+    if (fflush(stdout) != 0) rc = fail_stdout(errno);
+    if (rc == DONE && a->golden) rc = verify_golden(a, dir, &con);
+done:
+    k3_engine_close(e);
+    return rc;
+}
+
+static void info_geometry(const k3_shape *s) {
+    unsigned n_mla = 0;
+    for (uint32_t il = 0; il < s->n_layers; il++) n_mla += s->is_mla[il];
+    printf("layers       %u: %u KDA, %u MLA; %u dense, %u with experts; AttnRes block %u\n",
+           (unsigned)s->n_layers, (unsigned)s->n_layers - n_mla, n_mla, (unsigned)s->n_dense,
+           (unsigned)(s->n_layers - s->n_dense), (unsigned)s->block_size);
+    printf("hidden       %u, vocabulary %u, end of message %u, positions up to %u\n",
+           (unsigned)s->hidden, (unsigned)s->vocab_size, (unsigned)s->eos_id,
+           (unsigned)s->max_position);
+    printf("KDA          %u heads x %u, convolution %u\n", (unsigned)s->kda_heads,
+           (unsigned)s->kda_dim, (unsigned)s->conv_width);
+    printf("MLA          %u heads, q_lora %u, kv_lora %u, nope %u, rope %u, v %u\n",
+           (unsigned)s->n_heads, (unsigned)s->q_lora, (unsigned)s->kv_lora, (unsigned)s->nope_dim,
+           (unsigned)s->rope_dim, (unsigned)s->v_dim);
+    printf("experts      %u a layer, top %u, latent %u, inter %u; shared %u; dense inter %u\n",
+           (unsigned)s->n_experts, (unsigned)s->top_k, (unsigned)s->latent,
+           (unsigned)s->expert_inter, (unsigned)s->n_shared, (unsigned)s->dense_inter);
+}
+
+/* Sizes, and the memory that one context needs beside the experts kept. */
+static void info_memory(const k3_shape *s, uint64_t context) {
+    char one[32], all[32], trunk[32], state[32], cache[32], sum[32];
+    uint64_t cache_bytes = s->pos_bytes * context;
+    printf("experts      %llu x %s = %s\n", (unsigned long long)expert_count(s),
+           fmt_bytes(one, s->expert_bytes), fmt_bytes(all, s->expert_bytes * expert_count(s)));
+    printf("trunk        %s\n", fmt_bytes(trunk, s->trunk_bytes));
+    printf("one context  %s of state + %llu positions x %llu B = %s of cache\n",
+           fmt_bytes(state, s->state_bytes), (unsigned long long)context,
+           (unsigned long long)s->pos_bytes, fmt_bytes(cache, cache_bytes));
+    printf("needs        %s for trunk and context, before scratch and experts\n",
+           fmt_bytes(sum, s->trunk_bytes + s->state_bytes + cache_bytes));
+}
+
+static int cmd_info(const cli_args *a) {
+    k3_engine *e = NULL;
+    console con;
+    const char *dir;
+    console_init(&con, a);
+    int rc = model_find(a, &dir);
+    if (rc == DONE) rc = engine_open(&e, a, dir, true, &con);
+    if (rc != DONE) return rc;
+    const k3_shape *s = k3_engine_shape(e);
+    uint64_t context = a->context                          ? a->context
+                       : s->max_position < DEFAULT_CONTEXT ? s->max_position
+                                                           : DEFAULT_CONTEXT;
+    printf("model        %s\n", dir);
+    info_geometry(s);
+    info_memory(s, context);
+    printf("kernels      ");
+    for (const char *const *name = k3_kernels_linked(); *name; name++)
+        printf("%s%s ", *name, k3_kernels_is_supported(*name) ? "" : " (not on this CPU)");
+    printf("- best: %s\n", k3_engine_kernels(e));
+    printf("numerics     %s\n", K3_NUMERICS_ID);
+    printf("version      %s\n", K3_VERSION);
+    k3_engine_close(e);
+    return DONE;
+}
+
+/* ==== 10. Help and main ==============================================================
+ *
+ * The help of a command is its row here and its options from the table.
+ */
+static const cli_command COMMAND[] = {
+    {"run", RUN, "PROMPT", cmd_run, "continue a prompt, text streamed as it is made",
+     "k3 run [options] PROMPT | -",
+     "Runs the prompt and prints what follows it. The prompt is taken as it is: no chat markup is\n"
+     "added, and what looks like markup is text unless --control is given. stdout gets the\n"
+     "answer, stderr the rest, with the two hashes that must be the same on every machine.\n"
+     "Ctrl-C ends the answer cleanly, a second one kills.\n",
+     "  k3 run \"The capital of France is\"\n"
+     "  k3 run --model /data/Kimi-K3 --ram 64G --tokens 40 --prompt-file question.txt\n"
+     "  k3 run --json --tokens 0 --dump-logits rows.f32 --ids 3,4,5,6,7\n"},
+    {"tokenize", TOKENIZE, "TEXT", cmd_tokenize, "text to ids and back",
+     "k3 tokenize [options] TEXT | -",
+     "One line for each id: the id, a tab, its bytes, escaped as in C where they are not\n"
+     "printable UTF-8.\n",
+     "  k3 tokenize \"12 + 30 =\"\n"
+     "  k3 tokenize --ids-only --prompt-file a.txt\n"
+     "  k3 tokenize --decode --ids 343,336,327,444,1489,311\n"},
+    {"bench", BENCH, NULL, cmd_bench, "speeds and hashes as a table (TSV)", "k3 bench [options]",
+     "Runs each prompt from an empty context and prints a row: ids a second in and out, ids_fnv,\n"
+     "logits_fnv, settings. The `# total` row hashes the logits_fnv of all rows.\n",
+     "  k3 bench --threads 4 --repeats 3\n"
+     "  k3 bench --expect $(k3 bench -q --kernels ref | awk -F'\\t' '/^# total/ {print $7}')\n"
+     "  k3 bench --kernels-only --threads 8\n"},
+    {"verify", VERIFY, NULL, cmd_verify, "read and check every weight of a model",
+     "k3 verify [options]",
+     "Checks all headers, then reads every tensor of the text model once: lengths, scale codes,\n"
+     "finite values. Worth its time after a download.\n",
+     "  k3 verify --model /data/Kimi-K3\n"
+     "  k3 verify --model /data/Kimi-K3 --golden\n"},
+    {"info", INFO, NULL, cmd_info, "geometry, sizes, kernels, memory a context needs",
+     "k3 info [options]", "Reads headers only, no weights.\n",
+     "  k3 info --model /data/Kimi-K3 --context 131072\n"},
+};
+
+static const cli_command *command_find(const char *name) {
+    for (size_t i = 0; i < COUNT(COMMAND); i++)
+        if (strcmp(COMMAND[i].name, name) == 0) return &COMMAND[i];
+    return NULL;
+}
+
+static int fail_unknown_command(const char *name) {
+    const char *best = strcmp(name, "help") == 0 ? name : NULL;
+    size_t distance = 4;
+    for (size_t i = 0; i < COUNT(COMMAND); i++) nearest(name, COMMAND[i].name, &best, &distance);
+    nearest(name, "help", &best, &distance);
+    if (best) return fail(FAIL_USAGE, "unknown command '%s': did you mean %s?", name, best);
+    return fail(FAIL_USAGE, "unknown command '%s': see `k3 help`", name);
+}
+
+/* One row of the table, its help broken where the table breaks it. */
+static void help_option(const cli_option *o) {
+    char left[40];
+    const char *line = o->help;
+    bool joins = o->value && o->value[0] == '[';
+    snprintf(left, sizeof left, "%s%s%s", o->name, o->value && !joins ? " " : "",
+             o->value ? o->value : "");
+    printf("  %-22s ", left);
+    for (const char *end; (end = strchr(line, '\n')) != NULL; line = end + 1)
+        printf("%.*s\n%25s", (int)(end - line), line, "");
+    if (o->start)
+        printf("%s (default: %s)\n", line, o->start);
+    else
+        printf("%s\n", line);
+}
+
+static int help_command(const cli_command *cmd) {
+    printf("usage: %s\n\n%s", cmd->usage, cmd->about);
+    for (int g = 0; g < N_GROUP; g++) {
+        bool has_title = false;
+        for (size_t i = 0; i < COUNT(OPTION); i++) {
+            if (!(OPTION[i].who & cmd->bit) || (int)OPTION[i].group != g) continue;
+            if (!has_title) printf("\n%s\n", GROUP_TITLE[g]);
+            has_title = true;
+            help_option(&OPTION[i]);
+        }
+    }
+    printf("\nExamples\n%s", cmd->examples);
+    return DONE;
+}
+
+static int help_all(void) {
+    puts("k3 " K3_VERSION " - run Kimi K3, exact, on a machine that holds a few percent of it\n\n"
+         "usage: k3 COMMAND [options]\n");
+    for (size_t i = 0; i < COUNT(COMMAND); i++)
+        printf("  %-10s %s\n", COMMAND[i].name, COMMAND[i].summary);
+    puts("  help       this, or `k3 help COMMAND` for all its options\n"
+         "\n"
+         "Without --model every command uses the small bundled model, so this works at once:\n"
+         "\n"
+         "  k3 run \"The capital of France is\"\n"
+         "\n"
+         "--option VALUE and --option=VALUE are the same, -- ends options, -h and -V are --help\n"
+         "and --version. stdout carries the answer and nothing else. No option and no environment\n"
+         "variable changes the bits, except those that must: model, prompt, sampling, --lora-eps.\n"
+         "\n"
+         "Exit codes\n"
+         "  0  done                            3  the model directory is refused\n"
+         "  1  a file, memory, a full context  4  the memory bound is too small\n"
+         "  2  wrong usage                     5  a hash or check does not match\n"
+         "  130  interrupted; what was said so far was printed");
+    return DONE;
+}
+
+static int cmd_help(int argc, char **argv) {
+    if (argc == 0) return help_all();
+    if (argc > 1) return fail(FAIL_USAGE, "help takes one command, '%s' is a second one", argv[1]);
+    const cli_command *cmd = command_find(argv[0]);
+    if (cmd) return help_command(cmd);
+    return strcmp(argv[0], "help") == 0 ? help_all() : fail_unknown_command(argv[0]);
+}
+
+/* An option where the command should be. */
+static int fail_no_command(const char *arg) {
+    size_t n = strcspn(arg, "=");
+    const cli_option *o = option_find(arg, n, ANY);
+    const char *best = NULL;
+    size_t distance = 4;
+    if (o)
+        return fail(FAIL_USAGE, "%s comes after a command, such as `k3 run %s ...`", o->name, arg);
+    nearest(arg, "--help", &best, &distance);
+    nearest(arg, "--version", &best, &distance);
+    if (best) return fail(FAIL_USAGE, "unknown option %s: did you mean %s?", arg, best);
+    return fail(FAIL_USAGE, "unknown option %s: see `k3 help`", arg);
+}
+
+static int dispatch(int argc, char **argv) {
+    cli_args a;
+    bool wants_help = false;
+    const char *name = argc > 1 ? argv[1] : NULL;
+    if (!name) {
+        fputs("usage: k3 run | tokenize | bench | verify | info | help [options]\n"
+              "try:   k3 run \"The capital of France is\"     or: k3 help\n",
+              stderr);
+        return FAIL_USAGE;
+    }
+    if (strcmp(name, "-V") == 0 || strcmp(name, "--version") == 0)
+        return puts("k3 " K3_VERSION " (" K3_NUMERICS_ID ")") < 0 ? FAIL_IO : DONE;
+    if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0) return help_all();
+    if (strcmp(name, "help") == 0) return cmd_help(argc - 2, argv + 2);
+    if (name[0] == '-') return fail_no_command(name);
+    const cli_command *cmd = command_find(name);
+    if (!cmd) return fail_unknown_command(name);
+    int rc = args_parse(&a, cmd, argc - 2, argv + 2, &wants_help);
+    if (wants_help) return help_command(cmd);
+    return rc != DONE ? rc : cmd->run(&a);
+}
+
+/* A closed stdin, stdout or stderr must not become the number of a file opened later. */
+static void stdio_guard(void) {
+    for (int fd = 0; fd < 3; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF &&
+            open("/dev/null", fd == 2 ? O_WRONLY : O_RDONLY) < 0)
+            abort();
+}
+
+int main(int argc, char **argv) {
+    stdio_guard();
+    signal(SIGPIPE, SIG_IGN);
+    int rc = dispatch(argc, argv);
+    if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);
+    return rc;
+}

@@ -1,0 +1,586 @@
+/* kernels_avx2.c - the kernel table for AVX2 and FMA, bits as in kernels.h.
+ *
+ * The 16 accumulators of one dot16 (NUMERICS 2) are two ymm. What shapes the code:
+ *
+ *   batch 1   Memory sets the pace: four rows in flight to hide the latency of the chain,
+ *             and software prefetch that walks linearly ahead, because the hardware
+ *             prefetchers see many short streams that stop at every page.
+ *   MXFP4     There is no 16-entry float lookup, but every weight, scale included, is
+ *             exact in bf16, and a bf16 is two bytes: two `vpshufb` in byte tables (one
+ *             pair per scale code, 8 KiB in all) look up 32 weights, and unpacking against
+ *             zero widens them. `vpshufb` works in 128-bit halves with a table each, so the
+ *             two halves are two rows with scales of their own.
+ *   batch > 1 Rows are widened once into a small f32 panel on the stack that stays in L1,
+ *             and a register tile of 3 rows x 2 vectors (12 accumulators, 2 x, 1 weight)
+ *             runs over it. Accumulators rest in memory between panels. */
+#define K3_KERNELS_ELEMENTWISE
+#include "kernels.h"
+
+#include <immintrin.h>
+
+#define TILE static inline __attribute__((always_inline))
+
+/* ---- Fold, and the MXFP4 tables ---------------------------------------------------- */
+
+/* The fold of dot16, lanes 0..7 in `lo`: lanes 8, 4, 2, 1 apart, then + (+0). */
+TILE float fold(__m256 lo, __m256 hi) {
+    __m256 s8 = _mm256_add_ps(lo, hi);
+    __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
+    __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
+    __m128 s1 = _mm_add_ss(s2, _mm_movehdup_ps(s2));
+    return _mm_cvtss_f32(s1) + 0.0f;
+}
+
+/* bf16 bits of the E2M1 magnitudes times 2^(c-127). Only codes 0 and 1 meet subnormals. */
+#define M05(c) ((c) > 1 ? ((c) - 1u) * 0x80u : (c) ? 0x40u : 0x20u)
+#define M10(c) ((c) ? (c) * 0x80u : 0x40u)
+#define M15(c) ((c) ? (c) * 0x80u + 0x40u : 0x60u)
+#define M20(c) (((c) + 1u) * 0x80u)
+#define M30(c) (((c) + 1u) * 0x80u + 0x40u)
+#define M40(c) (((c) + 2u) * 0x80u)
+#define M60(c) (((c) + 2u) * 0x80u + 0x40u)
+#define LO(b)  ((b) & 0xffu)
+#define HI(b)  ((b) >> 8 & 0x7fu)
+#define NEG    0x80u
+#define LO8(c) \
+    0, LO(M05(c)), LO(M10(c)), LO(M15(c)), LO(M20(c)), LO(M30(c)), LO(M40(c)), LO(M60(c))
+#define HI8(c, s)                                                                           \
+    s, s | HI(M05(c)), s | HI(M10(c)), s | HI(M15(c)), s | HI(M20(c)), s | HI(M30(c)),      \
+        s | HI(M40(c)), s | HI(M60(c))
+#define CODE(c)   { LO8(c), LO8(c), HI8(c, 0), HI8(c, NEG) }
+#define CODE4(c)  CODE((c)), CODE((c) + 1u), CODE((c) + 2u), CODE((c) + 3u)
+#define CODE16(c) CODE4((c)), CODE4((c) + 4u), CODE4((c) + 8u), CODE4((c) + 12u)
+#define CODE64(c) CODE16((c)), CODE16((c) + 16u), CODE16((c) + 32u), CODE16((c) + 48u)
+
+/* mxfp4_table[code]: the low bytes of the 16 nibbles' bf16, then the high bytes. Rows
+ * 253..255 never meet a checked model; they only keep any byte inside the table. */
+static const uint8_t mxfp4_table[256][32] __attribute__((aligned(64))) = {
+    CODE64(0u), CODE64(64u), CODE64(128u), CODE64(192u)};
+
+TILE __m128i load16(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
+
+/* Two 16-byte loads as the halves of a ymm. */
+TILE __m256i load_pair(const void *a, const void *b) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(a)), load16(b), 1);
+}
+
+/* 32 nibbles (one a byte, high half of the byte 0) to f32, through the low and high byte
+ * tables: f[k] has nibbles 4k .. 4k + 3 of each half. */
+TILE void mxfp4_lookup(__m256 f[4], __m256i nibbles, __m256i table_lo, __m256i table_hi) {
+    const __m256i zero = _mm256_setzero_si256();
+    __m256i lo = _mm256_shuffle_epi8(table_lo, nibbles);
+    __m256i hi = _mm256_shuffle_epi8(table_hi, nibbles);
+    __m256i w0 = _mm256_unpacklo_epi8(lo, hi), w1 = _mm256_unpackhi_epi8(lo, hi);
+    f[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, w0));
+    f[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, w0));
+    f[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, w1));
+    f[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, w1));
+}
+
+/* A 32-bit word of bf16 is an even and an odd element: shift for one, mask for the other. */
+TILE __m256 bf16_even(__m256i w) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }
+TILE __m256 bf16_odd(__m256i w) {
+    return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int)0xffff0000u)));
+}
+TILE __m256i load32(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+
+/* ---- Batch 1 -------------------------------------------------------------------- */
+
+#ifndef BF16_PF
+#define BF16_PF 1024
+#endif
+#ifndef BF16_R
+#define BF16_R 4
+#endif
+/* One group of bf16 in one row: lanes 0..7 in acc[0], 8..15 in acc[1]. */
+TILE void bf16_group(__m256 acc[2], const uint16_t *p, const float *x) {
+    __m256i v0 = load32(p), v1 = load32(p + 16);
+    acc[0] = _mm256_fmadd_ps(bf16_even(v0), _mm256_load_ps(x), acc[0]);
+    acc[1] = _mm256_fmadd_ps(bf16_even(v1), _mm256_load_ps(x + 8), acc[1]);
+    acc[0] = _mm256_fmadd_ps(bf16_odd(v0), _mm256_load_ps(x + 16), acc[0]);
+    acc[1] = _mm256_fmadd_ps(bf16_odd(v1), _mm256_load_ps(x + 24), acc[1]);
+}
+
+/* R rows of bf16 against one vector. The last, short group is copied to a padded one. */
+TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t n,
+                    const float *x) {
+    __m256 acc[8][2];
+    for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+    size_t i = 0;
+    for (; i + K3_GROUP <= n; i += K3_GROUP)
+        for (int r = 0; r < R; r++) {
+            const uint16_t *p = w + (size_t)r * ldw + i;
+            _mm_prefetch((const char *)p + BF16_PF, _MM_HINT_T0);
+            bf16_group(acc[r], p, x + i);
+        }
+    if (i < n)
+        for (int r = 0; r < R; r++) {
+            uint16_t last[K3_GROUP] = {0};
+            memcpy(last, w + (size_t)r * ldw + i, (n - i) * sizeof *last);
+            bf16_group(acc[r], last, x + i);
+        }
+    for (int r = 0; r < R; r++) y[r] = fold(acc[r][0], acc[r][1]);
+}
+
+static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
+                        const float *x) {
+    size_t r = 0;
+    for (; r + BF16_R <= n_rows; r += BF16_R) bf16_rows(BF16_R, y + r, w + r * ldw, ldw, n, x);
+    for (; r < n_rows; r++) bf16_rows(1, y + r, w + r * ldw, ldw, n, x);
+}
+
+#ifndef MX_PF
+#define MX_PF 0
+#endif
+#ifndef MX_HINT
+#define MX_HINT _MM_HINT_T0
+#endif
+/* P pairs of MXFP4 rows against one vector; rows are `step` apart, so that step 0 runs a
+ * last single row twice. acc[p][k] has lanes 4k .. 4k + 3 of row 2p in its low half, of row
+ * 2p + 1 in its high half. */
+TILE void mxfp4_pairs(const int P, size_t step, float *y, const uint8_t *q, const uint8_t *s,
+                      size_t n, const float *x) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    const size_t n_group = n / K3_GROUP, row = n / 2 * step, srow = n_group * step;
+    const char *pf = (const char *)q + (MX_PF ? MX_PF : (size_t)P * n);
+    const char *pfs = (const char *)s + (size_t)P * 2 * n_group;
+    __m256 acc[4][4];
+    for (int p = 0; p < P; p++)
+        for (int k = 0; k < 4; k++) acc[p][k] = _mm256_setzero_ps();
+    for (size_t g = 0; g < n_group; g++, x += K3_GROUP) {
+        for (int r = 0; r < P * 32; r += 64) _mm_prefetch(pf + g * (size_t)P * 32 + r, MX_HINT);
+        if (g % 8 == 0) _mm_prefetch(pfs + g * (size_t)P * 2, MX_HINT);
+        for (int p = 0; p < P; p++) {
+            const uint8_t *qa = q + (size_t)(2 * p) * row + g * 16;
+            const uint8_t *sa = s + (size_t)(2 * p) * srow + g;
+            const uint8_t *ta = mxfp4_table[sa[0]], *tb = mxfp4_table[sa[srow]];
+            __m256i lo = load_pair(ta, tb), hi = load_pair(ta + 16, tb + 16);
+            __m256i v = load_pair(qa, qa + row);
+            __m256 w[4];
+            mxfp4_lookup(w, _mm256_and_si256(v, mask), lo, hi);
+            for (int k = 0; k < 4; k++)
+                acc[p][k] = _mm256_fmadd_ps(
+                    w[k], _mm256_broadcast_ps((const __m128 *)(x + k * 4)), acc[p][k]);
+            mxfp4_lookup(w, _mm256_and_si256(_mm256_srli_epi16(v, 4), mask), lo, hi);
+            for (int k = 0; k < 4; k++)
+                acc[p][k] = _mm256_fmadd_ps(
+                    w[k], _mm256_broadcast_ps((const __m128 *)(x + 16 + k * 4)), acc[p][k]);
+        }
+    }
+    for (int p = 0; p < P; p++) {
+        __m256 s8a = _mm256_add_ps(acc[p][0], acc[p][2]), s8b = _mm256_add_ps(acc[p][1], acc[p][3]);
+        __m256 s4 = _mm256_add_ps(s8a, s8b);
+        __m256 s2 = _mm256_add_ps(s4, _mm256_permute_ps(s4, 0x4e));
+        __m256 s1 = _mm256_add_ps(s2, _mm256_movehdup_ps(s2));
+        y[2 * p] = _mm_cvtss_f32(_mm256_castps256_ps128(s1)) + 0.0f;
+        y[2 * (size_t)p + step] = _mm_cvtss_f32(_mm256_extractf128_ps(s1, 1)) + 0.0f;
+    }
+}
+
+#ifndef MX_P
+#define MX_P 2
+#endif
+static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
+                         const float *x) {
+    size_t r = 0, n_group = n / K3_GROUP, row = n / 2;
+    for (; r + 2 * MX_P <= n_rows; r += 2 * MX_P)
+        mxfp4_pairs(MX_P, 1, y + r, q + r * row, s + r * n_group, n, x);
+    for (; r < n_rows; r += 2)
+        mxfp4_pairs(1, r + 1 < n_rows, y + r, q + r * row, s + r * n_group, n, x);
+}
+
+/* ---- Batch > 1 ------------------------------------------------------------------- */
+
+#ifndef PANEL_GROUPS
+#define PANEL_GROUPS 24
+#endif
+#define TILE_ROWS 3  /* most rows of a panel     */
+#define STRIP     32 /* most vectors at a time   */
+
+/* Widened weights, panel[group][row][16 evens | 16 odds], rows as many as the tile has. */
+typedef struct {
+    float panel[PANEL_GROUPS * TILE_ROWS * K3_GROUP];
+    float acc[STRIP * TILE_ROWS * 16]; /* acc[vector][row][lane] */
+} __attribute__((aligned(64))) scratch;
+
+/* One register tile: R rows x T vectors over n_group groups of the panel. */
+TILE void tile(const int R, const int T, float *acc, const float *w, const float *x,
+               size_t x_group, size_t n_group) {
+    __m256 a[2][3][2];
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < 2; h++) a[t][r][h] = _mm256_load_ps(acc + (t * R + r) * 16 + h * 8);
+    for (size_t g = 0; g < n_group; g++, w += R * K3_GROUP, x += x_group)
+        for (int part = 0; part < 4; part++) { /* evens 0..7, 8..15, odds 0..7, 8..15 */
+            const int h = part & 1;
+            __m256 xt[2];
+            for (int t = 0; t < T; t++) xt[t] = _mm256_load_ps(x + t * K3_GROUP + part * 8);
+            for (int r = 0; r < R; r++) {
+                __m256 wr = _mm256_load_ps(w + r * K3_GROUP + part * 8);
+                for (int t = 0; t < T; t++) a[t][r][h] = _mm256_fmadd_ps(wr, xt[t], a[t][r][h]);
+            }
+        }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < 2; h++) _mm256_store_ps(acc + (t * R + r) * 16 + h * 8, a[t][r][h]);
+}
+
+/* All vectors of a strip against the panel. x points at the strip's first block. */
+TILE void tile_strip(const int R, float *acc, const float *w, const float *x, size_t npad,
+                     size_t first_group, size_t n_group, size_t n_vec) {
+    for (size_t t0 = 0; t0 < n_vec; t0 += K3_XBLOCK) {
+        size_t in_block = n_vec - t0 < K3_XBLOCK ? n_vec - t0 : K3_XBLOCK;
+        size_t x_group = in_block * K3_GROUP, t = 0;
+        const float *xb = x + t0 * npad + first_group * x_group;
+        float *at = acc + t0 * (size_t)R * 16;
+        for (; t + 2 <= in_block; t += 2)
+            tile(R, 2, at + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
+        if (t < in_block)
+            tile(R, 1, at + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
+    }
+}
+
+/* What a row of weights is, so that one driver serves all three kinds. */
+enum kind { BF16, F32, MXFP4 };
+typedef struct {
+    const void *w;    /* bf16, f32 or nibbles   */
+    const uint8_t *s; /* scale codes            */
+    size_t ldw, n;    /* in elements            */
+} weights;
+
+/* Widen one group of bf16 to evens and odds; `left` elements remain in the row. */
+TILE void widen_bf16(float *to, const uint16_t *p, size_t left) {
+    uint16_t last[K3_GROUP] = {0};
+    if (left < K3_GROUP) {
+        memcpy(last, p, left * sizeof *last);
+        p = last;
+    }
+    __m256i v0 = load32(p), v1 = load32(p + 16);
+    _mm256_store_ps(to, bf16_even(v0));
+    _mm256_store_ps(to + 8, bf16_even(v1));
+    _mm256_store_ps(to + 16, bf16_odd(v0));
+    _mm256_store_ps(to + 24, bf16_odd(v1));
+}
+
+/* The low half of the ymm takes the even nibbles, the high half the odd ones. */
+TILE void widen_mxfp4(float *to, const uint8_t *p, uint8_t code) {
+    const __m256i shift = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+    __m256i v = _mm256_srlv_epi32(_mm256_broadcastsi128_si256(load16(p)), shift);
+    __m256i lo = _mm256_broadcastsi128_si256(load16(mxfp4_table[code]));
+    __m256i hi = _mm256_broadcastsi128_si256(load16(mxfp4_table[code] + 16));
+    __m256 f[4];
+    mxfp4_lookup(f, _mm256_and_si256(v, _mm256_set1_epi8(15)), lo, hi);
+    for (int k = 0; k < 4; k++) {
+        _mm_store_ps(to + k * 4, _mm256_castps256_ps128(f[k]));
+        _mm_store_ps(to + 16 + k * 4, _mm256_extractf128_ps(f[k], 1));
+    }
+}
+
+/* Fill the panel with R rows from `row`. The same place of the next R rows is prefetched:
+ * the hardware sees only short runs and would start anew in each. */
+TILE void fill_panel(const enum kind kind, const int R, float *panel, const weights *m, size_t row,
+                     size_t g0, size_t n_group) {
+    for (int r = 0; r < R; r++) {
+        size_t at = (row + (size_t)r) * m->ldw + g0 * K3_GROUP;
+        for (size_t g = 0; g < n_group; g++, at += K3_GROUP) {
+            float *to = panel + (g * (size_t)R + (size_t)r) * K3_GROUP;
+            if (kind == BF16) {
+                const uint16_t *p = (const uint16_t *)m->w + at;
+                _mm_prefetch((const char *)(p + (size_t)R * m->ldw), _MM_HINT_T1);
+                widen_bf16(to, p, m->n - (g0 + g) * K3_GROUP);
+            } else if (kind == MXFP4) {
+                const uint8_t *p = (const uint8_t *)m->w + at / 2;
+                if (g % 4 == 0) _mm_prefetch((const char *)(p + (size_t)R * m->ldw / 2), _MM_HINT_T1);
+                widen_mxfp4(to, p, m->s[at / K3_GROUP]);
+            } else {
+                const float *p = (const float *)m->w + at;
+                for (int k = 0; k < K3_GROUP; k += 8)
+                    _mm256_store_ps(to + k, _mm256_loadu_ps(p + k));
+            }
+        }
+    }
+}
+
+/* R rows against a strip of n_vec vectors. */
+TILE void strip_rows(const enum kind kind, const int R, scratch *sc, float *y, size_t ldy,
+                     const weights *m, size_t row, const float *x, size_t n_vec) {
+    size_t npad = k3_pad(m->n), n_group = npad / K3_GROUP;
+    memset(sc->acc, 0, n_vec * (size_t)R * 16 * sizeof(float));
+    for (size_t g0 = 0; g0 < n_group; g0 += PANEL_GROUPS) {
+        size_t ng = n_group - g0 < PANEL_GROUPS ? n_group - g0 : PANEL_GROUPS;
+        fill_panel(kind, R, sc->panel, m, row, g0, ng);
+        tile_strip(R, sc->acc, sc->panel, x, npad, g0, ng, n_vec);
+    }
+    for (size_t t = 0; t < n_vec; t++)
+        for (int r = 0; r < R; r++) {
+            const float *a = sc->acc + (t * (size_t)R + (size_t)r) * 16;
+            y[t * ldy + row + (size_t)r] = fold(_mm256_load_ps(a), _mm256_load_ps(a + 8));
+        }
+}
+
+/* Strips outside, rows inside: a strip of x stays in L2 while the rows pass. */
+TILE void matmul(const enum kind kind, float *y, size_t ldy, const weights *m, size_t n_rows,
+                 const float *xp, size_t batch) {
+    scratch sc;
+    for (size_t t0 = 0; t0 < batch; t0 += STRIP) {
+        size_t n_vec = batch - t0 < STRIP ? batch - t0 : STRIP, r = 0;
+        const float *x = xp + t0 * k3_pad(m->n);
+        float *yt = y + t0 * ldy;
+        for (; r + 3 <= n_rows; r += 3) strip_rows(kind, 3, &sc, yt, ldy, m, r, x, n_vec);
+        if (n_rows - r == 2) strip_rows(kind, 2, &sc, yt, ldy, m, r, x, n_vec);
+        if (n_rows - r == 1) strip_rows(kind, 1, &sc, yt, ldy, m, r, x, n_vec);
+    }
+}
+
+static void avx2_matmul_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_rows,
+                             size_t n, const float *xp, size_t batch) {
+    weights m = {w, NULL, ldw, n};
+    if (batch == 1)
+        matvec_bf16(y, w, ldw, n_rows, n, xp);
+    else
+        matmul(BF16, y, ldy, &m, n_rows, xp, batch);
+}
+
+static void avx2_matmul_f32(float *y, size_t ldy, const float *w, size_t n_rows, size_t n,
+                            const float *xp, size_t batch) {
+    weights m = {w, NULL, k3_pad(n), n};
+    matmul(F32, y, ldy, &m, n_rows, xp, batch);
+}
+
+static void avx2_matmul_mxfp4(float *y, size_t ldy, const uint8_t *q, const uint8_t *s,
+                              size_t n_rows, size_t n, const float *xp, size_t batch) {
+    weights m = {q, s, n, n};
+    if (batch == 1)
+        matvec_mxfp4(y, q, s, n_rows, n, xp);
+    else
+        matmul(MXFP4, y, ldy, &m, n_rows, xp, batch);
+}
+
+/* ---- Chains ----------------------------------------------------------------------- */
+
+TILE __m256 chain_load(const enum kind kind, const void *w, size_t at) {
+    if (kind == F32) return _mm256_loadu_ps((const float *)w + at);
+    __m256i v = _mm256_cvtepu16_epi32(load16((const uint16_t *)w + at));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+}
+
+/* T vectors x J ymm of columns. A weight is loaded once for T vectors, a coefficient once
+ * for J ymm. */
+TILE void chain_tile(const enum kind kind, const int T, const int J, float *y, size_t ldy,
+                     const void *w, size_t ldw, size_t j, size_t n_i, const float *c, size_t ldc) {
+    __m256 a[4][8];
+    for (int t = 0; t < T; t++)
+        for (int v = 0; v < J; v++) a[t][v] = _mm256_setzero_ps();
+    for (size_t i = 0; i < n_i; i++) {
+        __m256 ct[4];
+        for (int t = 0; t < T; t++) ct[t] = _mm256_broadcast_ss(c + (size_t)t * ldc + i);
+        for (int v = 0; v < J; v++) {
+            __m256 wv = chain_load(kind, w, i * ldw + j + (size_t)v * 8);
+            for (int t = 0; t < T; t++) a[t][v] = _mm256_fmadd_ps(wv, ct[t], a[t][v]);
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int v = 0; v < J; v++)
+            _mm256_storeu_ps(y + (size_t)t * ldy + j + (size_t)v * 8, a[t][v]);
+}
+
+/* One column of one vector, for the last n_j % 8. */
+TILE float chain_one(const enum kind kind, const void *w, size_t ldw, size_t j, size_t n_i,
+                     const float *c) {
+    float sum = 0.0f;
+    for (size_t i = 0; i < n_i; i++) {
+        float wi = kind == F32 ? ((const float *)w)[i * ldw + j]
+                               : k3_bf16_f32(((const uint16_t *)w)[i * ldw + j]);
+        sum = k3_fma(wi, c[i], sum);
+    }
+    return sum;
+}
+
+/* All columns for T vectors. */
+TILE void chain_cols(const enum kind kind, const int T, const int J, float *y, size_t ldy,
+                     const void *w, size_t ldw, size_t n_i, size_t n_j, const float *c,
+                     size_t ldc) {
+    size_t j = 0, step = (size_t)J * 8;
+    for (; j + step <= n_j; j += step) chain_tile(kind, T, J, y, ldy, w, ldw, j, n_i, c, ldc);
+    for (; j + 8 <= n_j; j += 8) chain_tile(kind, T, 1, y, ldy, w, ldw, j, n_i, c, ldc);
+    for (; j < n_j; j++)
+        for (int t = 0; t < T; t++)
+            y[(size_t)t * ldy + j] = chain_one(kind, w, ldw, j, n_i, c + (size_t)t * ldc);
+}
+
+TILE void chain(const enum kind kind, float *y, size_t ldy, const void *w, size_t ldw, size_t n_i,
+                size_t n_j, const float *c, size_t ldc, size_t batch) {
+    size_t t = 0;
+    for (; t + 4 <= batch; t += 4)
+        chain_cols(kind, 4, 2, y + t * ldy, ldy, w, ldw, n_i, n_j, c + t * ldc, ldc);
+    for (; t < batch; t++)
+        chain_cols(kind, 1, 8, y + t * ldy, ldy, w, ldw, n_i, n_j, c + t * ldc, ldc);
+}
+
+static void avx2_chain_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_i,
+                            size_t n_j, const float *c, size_t ldc, size_t batch) {
+    chain(BF16, y, ldy, w, ldw, n_i, n_j, c, ldc, batch);
+}
+
+static void avx2_chain_f32(float *y, size_t ldy, const float *w, size_t ldw, size_t n_i,
+                           size_t n_j, const float *c, size_t ldc, size_t batch) {
+    chain(F32, y, ldy, w, ldw, n_i, n_j, c, ldc, batch);
+}
+
+/* ---- KDA -------------------------------------------------------------------------- */
+
+/* The operands of one head, as in the contract. */
+typedef struct {
+    size_t d, n_tok, ldv, ldb, ldo;
+    const float *a, *k, *q, *val, *beta;
+    float *o;
+} kda_args;
+
+/* Columns v .. v + 8 J - 1 of S over all tokens. One sweep over k per token: the second
+ * half of token t (write delta, read o) and the first half of token t + 1 (decay, read u)
+ * touch the same S[k], so it is loaded and stored once. The tile of S, d x 32 floats for
+ * J = 4, stays in L1 from the first token to the last. */
+TILE void kda_cols(const int J, float *S, size_t v, const kda_args *p) {
+    const size_t d = p->d;
+    __m256 u[4];
+    for (int j = 0; j < J; j++) u[j] = _mm256_setzero_ps();
+    for (size_t i = 0; i < d; i++)
+        for (int j = 0; j < J; j++) {
+            float *at = S + i * d + v + (size_t)j * 8;
+            __m256 s = _mm256_mul_ps(_mm256_loadu_ps(at), _mm256_broadcast_ss(p->a + i));
+            u[j] = _mm256_fmadd_ps(s, _mm256_broadcast_ss(p->k + i), u[j]);
+            _mm256_storeu_ps(at, s);
+        }
+    for (size_t t = 0; t < p->n_tok; t++) {
+        const float *k = p->k + t * d, *q = p->q + t * d;
+        const bool more = t + 1 < p->n_tok;
+        __m256 delta[4], o[4];
+        for (int j = 0; j < J; j++) {
+            __m256 val = _mm256_loadu_ps(p->val + t * p->ldv + v + (size_t)j * 8);
+            delta[j] = _mm256_mul_ps(_mm256_broadcast_ss(p->beta + t * p->ldb),
+                                     _mm256_sub_ps(val, u[j]));
+            o[j] = u[j] = _mm256_setzero_ps();
+        }
+        for (size_t i = 0; i < d; i++)
+            for (int j = 0; j < J; j++) {
+                float *at = S + i * d + v + (size_t)j * 8;
+                __m256 s = _mm256_loadu_ps(at);
+                s = _mm256_fmadd_ps(_mm256_broadcast_ss(k + i), delta[j], s);
+                o[j] = _mm256_fmadd_ps(s, _mm256_broadcast_ss(q + i), o[j]);
+                if (more) {
+                    s = _mm256_mul_ps(s, _mm256_broadcast_ss(p->a + (t + 1) * d + i));
+                    u[j] = _mm256_fmadd_ps(s, _mm256_broadcast_ss(k + d + i), u[j]);
+                }
+                _mm256_storeu_ps(at, s);
+            }
+        for (int j = 0; j < J; j++)
+            _mm256_storeu_ps(p->o + t * p->ldo + v + (size_t)j * 8, o[j]);
+    }
+}
+
+/* One column, for the last d % 8: the formula of NUMERICS 3 as it stands. */
+static void kda_one(float *S, size_t v, const kda_args *p) {
+    const size_t d = p->d;
+    for (size_t t = 0; t < p->n_tok; t++) {
+        const float *a = p->a + t * d, *k = p->k + t * d, *q = p->q + t * d;
+        float u = 0.0f, sum = 0.0f;
+        for (size_t i = 0; i < d; i++) {
+            S[i * d + v] = S[i * d + v] * a[i];
+            u = k3_fma(S[i * d + v], k[i], u);
+        }
+        float delta = p->beta[t * p->ldb] * (p->val[t * p->ldv + v] - u);
+        for (size_t i = 0; i < d; i++) {
+            S[i * d + v] = k3_fma(k[i], delta, S[i * d + v]);
+            sum = k3_fma(S[i * d + v], q[i], sum);
+        }
+        p->o[t * p->ldo + v] = sum;
+    }
+}
+
+static void avx2_kda(float *S, size_t d, size_t n_tok, const float *a, const float *k,
+                     const float *q, const float *val, size_t ldv, const float *beta, size_t ldb,
+                     float *o, size_t ldo) {
+    kda_args p = {d, n_tok, ldv, ldb, ldo, a, k, q, val, beta, o};
+    size_t v = 0;
+    if (n_tok == 0) return;
+    for (; v + 32 <= d; v += 32) kda_cols(4, S, v, &p);
+    for (; v + 8 <= d; v += 8) kda_cols(1, S, v, &p);
+    for (; v < d; v++) kda_one(S, v, &p);
+}
+
+/* ---- dot --------------------------------------------------------------------------- */
+
+/* One group. A shuffle of two ymm picks evens or odds in the lane order 0 1 4 5 2 3 6 7,
+ * the same for a and b; the caller sorts the sums. */
+TILE void dot_group(__m256 acc[2], const float *a, const float *b) {
+    for (int h = 0; h < 2; h++) {
+        __m256 a0 = _mm256_loadu_ps(a + h * 16), a1 = _mm256_loadu_ps(a + h * 16 + 8);
+        __m256 b0 = _mm256_loadu_ps(b + h * 16), b1 = _mm256_loadu_ps(b + h * 16 + 8);
+        acc[h] = _mm256_fmadd_ps(_mm256_shuffle_ps(a0, a1, 0x88), _mm256_shuffle_ps(b0, b1, 0x88),
+                                 acc[h]);
+        acc[h] = _mm256_fmadd_ps(_mm256_shuffle_ps(a0, a1, 0xdd), _mm256_shuffle_ps(b0, b1, 0xdd),
+                                 acc[h]);
+    }
+}
+
+TILE __m256 sort_lanes(__m256 v) {
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8));
+}
+
+static float avx2_dot(const float *a, const float *b, size_t n) {
+    __m256 acc[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    size_t i = 0;
+    for (; i + K3_GROUP <= n; i += K3_GROUP) dot_group(acc, a + i, b + i);
+    if (i < n) {
+        float la[K3_GROUP] = {0}, lb[K3_GROUP] = {0};
+        memcpy(la, a + i, (n - i) * sizeof *la);
+        memcpy(lb, b + i, (n - i) * sizeof *lb);
+        dot_group(acc, la, lb);
+    }
+    return fold(sort_lanes(acc[0]), sort_lanes(acc[1]));
+}
+
+/* ---- For `k3 bench` ----------------------------------------------------------------- */
+
+static uint64_t avx2_read_stream(const void *p, size_t n_bytes) {
+    const char *at = p;
+    __m256i sum[8];
+    uint64_t lane[4];
+    for (int j = 0; j < 8; j++) sum[j] = _mm256_setzero_si256();
+    for (size_t i = 0; i < n_bytes; i += 256)
+        for (int j = 0; j < 8; j++) sum[j] = _mm256_add_epi64(sum[j], load32(at + i + j * 32));
+    for (int j = 1; j < 8; j++) sum[0] = _mm256_add_epi64(sum[0], sum[j]);
+    _mm256_storeu_si256((__m256i *)lane, sum[0]);
+    return lane[0] + lane[1] + lane[2] + lane[3];
+}
+
+/* 12 chains: two FMA ports x 4 or 5 cycles, and the registers to hold them. */
+static float avx2_peak_fma(uint64_t n, uint64_t *flops) {
+    const __m256 m = _mm256_set1_ps(0.5f), c = _mm256_set1_ps(1.0f);
+    __m256 a[12];
+    for (int j = 0; j < 12; j++) a[j] = _mm256_set1_ps((float)j);
+    for (uint64_t i = 0; i < n; i++)
+        for (int j = 0; j < 12; j++) a[j] = _mm256_fmadd_ps(a[j], m, c);
+    for (int j = 1; j < 12; j++) a[0] = _mm256_add_ps(a[0], a[j]);
+    *flops = n * 12 * 8 * 2;
+    return fold(a[0], a[1]);
+}
+
+static bool avx2_is_supported(void) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+const k3_kernels k3_kernels_avx2 = {
+    .name = "avx2",
+    .is_supported = avx2_is_supported,
+    .matmul_bf16 = avx2_matmul_bf16,
+    .matmul_f32 = avx2_matmul_f32,
+    .matmul_mxfp4 = avx2_matmul_mxfp4,
+    .chain_bf16 = avx2_chain_bf16,
+    .chain_f32 = avx2_chain_f32,
+    .kda = avx2_kda,
+    .dot = avx2_dot,
+    K3_ELEMENTWISE_KERNELS,
+    .read_stream = avx2_read_stream,
+    .peak_fma = avx2_peak_fma,
+};

@@ -1,0 +1,534 @@
+/* kernels_avx512.c - the kernel table for AVX-512 (F, BW, DQ, VL), bits as in kernels.h.
+ *
+ * One zmm is the 16 accumulators of one dot16 (NUMERICS 2), so every kernel here is the
+ * reference loop with "for l in 0..15" turned into one instruction. What is left is speed:
+ *
+ *   batch 1   The weights are read once and never again, so memory sets the pace. Several
+ *             rows are in flight, because one row alone waits 4 cycles for each fused
+ *             multiply-add, and software prefetch walks linearly ahead of them: row
+ *             blocks are contiguous, but the hardware prefetchers see many short streams
+ *             that stop at every page.
+ *   MXFP4     A group of 32 weights is one 16-byte load broadcast to the four quarters of
+ *             a zmm, two variable shifts that bring nibbles down to bits 0..3, and two
+ *             `vpermps` in a table of 16 floats that already has the scale in it: one
+ *             table per scale code, 16 KiB, of which a model touches a few lines. No
+ *             multiplication by the scale, and code 0 (subnormal) needs no special case.
+ *   batch > 1 Rows are widened once into a small f32 panel on the stack that stays in L1,
+ *             and a register tile of 6 rows x 4 vectors (24 accumulators, 6 weights, one
+ *             x) runs over it. Six rows, so that x, which comes from L2, is read once
+ *             per six rows. Accumulators rest in memory between panels. */
+#define K3_KERNELS_ELEMENTWISE
+#include "kernels.h"
+
+#include <immintrin.h>
+
+#define TILE static inline __attribute__((always_inline))
+
+/* ---- Fold, and the MXFP4 tables ---------------------------------------------------- */
+
+/* The fold of dot16: lanes 8, 4, 2, 1 apart, then + (+0). */
+TILE float fold(__m512 acc) {
+    __m256 s8 = _mm256_add_ps(_mm512_castps512_ps256(acc), _mm512_extractf32x8_ps(acc, 1));
+    __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
+    __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
+    __m128 s1 = _mm_add_ss(s2, _mm_movehdup_ps(s2));
+    return _mm_cvtss_f32(s1) + 0.0f;
+}
+
+/* f32 bits of the E2M1 magnitudes times 2^(c-127). Only codes 0 and 1 meet subnormals. */
+#define M05(c) ((c) > 1 ? ((c) - 1u) << 23 : (c) ? 0x00400000u : 0x00200000u)
+#define M10(c) ((c) ? (c) * 0x00800000u : 0x00400000u)
+#define M15(c) ((c) ? (c) * 0x00800000u + 0x00400000u : 0x00600000u)
+#define M20(c) (((c) + 1u) * 0x00800000u)
+#define M30(c) (((c) + 1u) * 0x00800000u + 0x00400000u)
+#define M40(c) (((c) + 2u) * 0x00800000u)
+#define M60(c) (((c) + 2u) * 0x00800000u + 0x00400000u)
+#define NEG    0x80000000u
+#define CODE(c)                                                                              \
+    { 0, M05(c), M10(c), M15(c), M20(c), M30(c), M40(c), M60(c), NEG, NEG | M05(c),          \
+      NEG | M10(c), NEG | M15(c), NEG | M20(c), NEG | M30(c), NEG | M40(c), NEG | M60(c) }
+#define CODE4(c)  CODE((c)), CODE((c) + 1u), CODE((c) + 2u), CODE((c) + 3u)
+#define CODE16(c) CODE4((c)), CODE4((c) + 4u), CODE4((c) + 8u), CODE4((c) + 12u)
+#define CODE64(c) CODE16((c)), CODE16((c) + 16u), CODE16((c) + 32u), CODE16((c) + 48u)
+
+/* mxfp4_table[code][nibble]. Rows 253..255 never meet a checked model; they only keep any
+ * byte inside the table. */
+static const uint32_t mxfp4_table[256][16] __attribute__((aligned(64))) = {
+    CODE64(0u), CODE64(64u), CODE64(128u), CODE64(192u)};
+
+/* ---- Batch 1 -------------------------------------------------------------------- */
+
+/* A 32-bit word of bf16 is an even and an odd element: shift for one, mask for the other. */
+TILE __m512 bf16_even(__m512i w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
+TILE __m512 bf16_odd(__m512i w) {
+    return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)));
+}
+
+#ifndef BF16_PF
+#define BF16_PF 1024
+#endif
+/* R rows of bf16 against one vector. */
+TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t n,
+                    const float *x) {
+    __m512 acc[8];
+    for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
+    size_t i = 0;
+    for (; i + K3_GROUP <= n; i += K3_GROUP) {
+        __m512 even = _mm512_load_ps(x + i), odd = _mm512_load_ps(x + i + 16);
+        for (int r = 0; r < R; r++) {
+            const uint16_t *p = w + (size_t)r * ldw + i;
+            _mm_prefetch((const char *)p + BF16_PF, _MM_HINT_T0);
+            __m512i v = _mm512_loadu_si512(p);
+            acc[r] = _mm512_fmadd_ps(bf16_even(v), even, acc[r]);
+            acc[r] = _mm512_fmadd_ps(bf16_odd(v), odd, acc[r]);
+        }
+    }
+    if (i < n) {
+        __mmask32 m = (__mmask32)((1u << (n - i)) - 1);
+        __m512 even = _mm512_load_ps(x + i), odd = _mm512_load_ps(x + i + 16);
+        for (int r = 0; r < R; r++) {
+            __m512i v = _mm512_maskz_loadu_epi16(m, w + (size_t)r * ldw + i);
+            acc[r] = _mm512_fmadd_ps(bf16_even(v), even, acc[r]);
+            acc[r] = _mm512_fmadd_ps(bf16_odd(v), odd, acc[r]);
+        }
+    }
+    for (int r = 0; r < R; r++) y[r] = fold(acc[r]);
+}
+
+#ifndef BF16_R
+#define BF16_R 4
+#endif
+static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
+                        const float *x) {
+    size_t r = 0;
+    for (; r + BF16_R <= n_rows; r += BF16_R) bf16_rows(BF16_R, y + r, w + r * ldw, ldw, n, x);
+    for (; r < n_rows; r++) bf16_rows(1, y + r, w + r * ldw, ldw, n, x);
+}
+
+/* Lane 4i + j of the MXFP4 batch-1 accumulators is lane 4j + i of dot16: quarter i of the
+ * zmm has byte i of each 32-bit word in its low bits. A transpose is its own inverse, so
+ * the same permutation takes x there and the sums back. */
+TILE __m512 transpose_lanes(__m512 v) {
+    const __m512i idx = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_ps(idx, v);
+}
+
+#ifndef MX_PF
+#define MX_PF 0
+#endif
+#ifndef MX_HINT
+#define MX_HINT _MM_HINT_T0
+#endif
+/* R rows of MXFP4 against one vector. */
+TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, size_t n,
+                     const float *x) {
+    const __m512i low = _mm512_setr_epi32(0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(4));
+    const size_t n_group = n / K3_GROUP, row = n / 2;
+    const char *pf = (const char *)q + (MX_PF ? MX_PF : (size_t)R * row);
+    const char *pfs = (const char *)s + (size_t)R * n_group;
+    __m512 acc[8];
+    for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
+    for (size_t g = 0; g < n_group; g++) {
+        __m512 even = transpose_lanes(_mm512_load_ps(x + g * K3_GROUP));
+        __m512 odd = transpose_lanes(_mm512_load_ps(x + g * K3_GROUP + 16));
+        for (int r = 0; r < R * 16; r += 64) _mm_prefetch(pf + g * (size_t)R * 16 + r, MX_HINT);
+        if (g % 8 == 0) _mm_prefetch(pfs + g * (size_t)R, MX_HINT);
+        for (int r = 0; r < R; r++) {
+            const uint8_t *p = q + (size_t)r * row + g * 16;
+            __m512i v = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
+            __m512 table = _mm512_load_ps(mxfp4_table[s[(size_t)r * n_group + g]]);
+            __m512 we = _mm512_permutexvar_ps(_mm512_srlv_epi32(v, low), table);
+            __m512 wo = _mm512_permutexvar_ps(_mm512_srlv_epi32(v, high), table);
+            acc[r] = _mm512_fmadd_ps(we, even, acc[r]);
+            acc[r] = _mm512_fmadd_ps(wo, odd, acc[r]);
+        }
+    }
+    for (int r = 0; r < R; r++) y[r] = fold(transpose_lanes(acc[r]));
+}
+
+#ifndef MX_R
+#define MX_R 8
+#endif
+static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
+                         const float *x) {
+    size_t r = 0, n_group = n / K3_GROUP, row = n / 2;
+    for (; r + MX_R <= n_rows; r += MX_R) mxfp4_rows(MX_R, y + r, q + r * row, s + r * n_group, n, x);
+    for (; r < n_rows; r++) mxfp4_rows(1, y + r, q + r * row, s + r * n_group, n, x);
+}
+
+/* ---- Batch > 1 ------------------------------------------------------------------- */
+
+#ifndef PANEL_GROUPS
+#define PANEL_GROUPS 16
+#endif
+#define TILE_ROWS 6  /* most rows of a panel     */
+#define STRIP     32 /* most vectors at a time   */
+
+/* Widened weights, panel[group][row][16 evens | 16 odds], rows as many as the tile has. */
+typedef struct {
+    float panel[PANEL_GROUPS * TILE_ROWS * K3_GROUP];
+    float acc[STRIP * TILE_ROWS * 16]; /* acc[vector][row][lane] */
+} __attribute__((aligned(64))) scratch;
+
+/* One register tile: R rows x T vectors over n_group groups of the panel. */
+TILE void tile(const int R, const int T, float *acc, const float *w, const float *x,
+               size_t x_group, size_t n_group) {
+    __m512 a[4][6];
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) a[t][r] = _mm512_load_ps(acc + (t * R + r) * 16);
+    for (size_t g = 0; g < n_group; g++, w += R * K3_GROUP, x += x_group)
+        for (int half = 0; half < 32; half += 16) {
+            __m512 wr[6];
+            for (int r = 0; r < R; r++) wr[r] = _mm512_load_ps(w + r * K3_GROUP + half);
+            for (int t = 0; t < T; t++) {
+                __m512 xt = _mm512_load_ps(x + t * K3_GROUP + half);
+                for (int r = 0; r < R; r++) a[t][r] = _mm512_fmadd_ps(wr[r], xt, a[t][r]);
+            }
+        }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) _mm512_store_ps(acc + (t * R + r) * 16, a[t][r]);
+}
+
+/* All vectors of a strip against the panel. x points at the strip's first block, at the
+ * panel's first column. */
+TILE void tile_strip(const int R, float *acc, const float *w, const float *x, size_t npad,
+                     size_t first_group, size_t n_group, size_t n_vec) {
+    for (size_t t0 = 0; t0 < n_vec; t0 += K3_XBLOCK) {
+        size_t in_block = n_vec - t0 < K3_XBLOCK ? n_vec - t0 : K3_XBLOCK;
+        size_t x_group = in_block * K3_GROUP, t = 0;
+        const float *xb = x + t0 * npad + first_group * x_group;
+        float *at = acc + t0 * (size_t)R * 16;
+        for (; t + 4 <= in_block; t += 4)
+            tile(R, 4, at + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
+        if (t + 2 <= in_block) {
+            tile(R, 2, at + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
+            t += 2;
+        }
+        if (t < in_block)
+            tile(R, 1, at + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
+    }
+}
+
+/* What a row of weights is, so that one driver serves all three kinds. */
+enum kind { BF16, F32, MXFP4 };
+typedef struct {
+    const void *w;    /* bf16, f32 or nibbles   */
+    const uint8_t *s; /* scale codes            */
+    size_t ldw, n;    /* in elements            */
+} weights;
+
+/* Widen one group of bf16 to evens and odds; `left` elements remain in the row. */
+TILE void widen_bf16(float *to, const uint16_t *p, size_t left) {
+    __m512i v = left >= K3_GROUP
+                    ? _mm512_loadu_si512(p)
+                    : _mm512_maskz_loadu_epi16((__mmask32)((1u << left) - 1), p);
+    _mm512_store_ps(to, bf16_even(v));
+    _mm512_store_ps(to + 16, bf16_odd(v));
+}
+
+TILE void widen_mxfp4(float *to, const uint8_t *p, uint8_t code) {
+    __m512i v = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    __m512 table = _mm512_load_ps(mxfp4_table[code]);
+    _mm512_store_ps(to, _mm512_permutexvar_ps(v, table));
+    _mm512_store_ps(to + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), table));
+}
+
+/* Fill the panel with R rows from `row`. The same place of the next R rows is prefetched:
+ * the hardware sees only short runs and would start anew in each. */
+TILE void fill_panel(const enum kind kind, const int R, float *panel, const weights *m, size_t row,
+                     size_t g0, size_t n_group) {
+    for (int r = 0; r < R; r++) {
+        size_t at = (row + (size_t)r) * m->ldw + g0 * K3_GROUP;
+        for (size_t g = 0; g < n_group; g++, at += K3_GROUP) {
+            float *to = panel + (g * (size_t)R + (size_t)r) * K3_GROUP;
+            if (kind == BF16) {
+                const uint16_t *p = (const uint16_t *)m->w + at;
+                _mm_prefetch((const char *)(p + (size_t)R * m->ldw), _MM_HINT_T1);
+                widen_bf16(to, p, m->n - (g0 + g) * K3_GROUP);
+            } else if (kind == MXFP4) {
+                const uint8_t *p = (const uint8_t *)m->w + at / 2;
+                if (g % 4 == 0) _mm_prefetch((const char *)(p + (size_t)R * m->ldw / 2), _MM_HINT_T1);
+                widen_mxfp4(to, p, m->s[at / K3_GROUP]);
+            } else {
+                const float *p = (const float *)m->w + at;
+                _mm512_store_ps(to, _mm512_loadu_ps(p));
+                _mm512_store_ps(to + 16, _mm512_loadu_ps(p + 16));
+            }
+        }
+    }
+}
+
+/* R rows against a strip of n_vec vectors. */
+TILE void strip_rows(const enum kind kind, const int R, scratch *sc, float *y, size_t ldy,
+                     const weights *m, size_t row, const float *x, size_t n_vec) {
+    size_t npad = k3_pad(m->n), n_group = npad / K3_GROUP;
+    memset(sc->acc, 0, n_vec * (size_t)R * 16 * sizeof(float));
+    for (size_t g0 = 0; g0 < n_group; g0 += PANEL_GROUPS) {
+        size_t ng = n_group - g0 < PANEL_GROUPS ? n_group - g0 : PANEL_GROUPS;
+        fill_panel(kind, R, sc->panel, m, row, g0, ng);
+        tile_strip(R, sc->acc, sc->panel, x, npad, g0, ng, n_vec);
+    }
+    for (size_t t = 0; t < n_vec; t++)
+        for (int r = 0; r < R; r++)
+            y[t * ldy + row + (size_t)r] =
+                fold(_mm512_load_ps(sc->acc + (t * (size_t)R + (size_t)r) * 16));
+}
+
+/* Strips outside, rows inside: a strip of x stays in L2 while the rows pass. */
+TILE void matmul(const enum kind kind, float *y, size_t ldy, const weights *m, size_t n_rows,
+                 const float *xp, size_t batch) {
+    scratch sc;
+    for (size_t t0 = 0; t0 < batch; t0 += STRIP) {
+        size_t n_vec = batch - t0 < STRIP ? batch - t0 : STRIP;
+        const float *x = xp + t0 * k3_pad(m->n);
+        float *yt = y + t0 * ldy;
+        for (size_t r = 0; r < n_rows;) {
+            size_t left = n_rows - r;
+            if (left >= 6 && left != 8) {
+                strip_rows(kind, 6, &sc, yt, ldy, m, r, x, n_vec);
+                r += 6;
+            } else if (left >= 4) {
+                strip_rows(kind, 4, &sc, yt, ldy, m, r, x, n_vec);
+                r += 4;
+            } else if (left >= 2) {
+                strip_rows(kind, 2, &sc, yt, ldy, m, r, x, n_vec);
+                r += 2;
+            } else {
+                strip_rows(kind, 1, &sc, yt, ldy, m, r, x, n_vec);
+                r += 1;
+            }
+        }
+    }
+}
+
+static void avx512_matmul_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_rows,
+                               size_t n, const float *xp, size_t batch) {
+    weights m = {w, NULL, ldw, n};
+    if (batch == 1)
+        matvec_bf16(y, w, ldw, n_rows, n, xp);
+    else
+        matmul(BF16, y, ldy, &m, n_rows, xp, batch);
+}
+
+static void avx512_matmul_f32(float *y, size_t ldy, const float *w, size_t n_rows, size_t n,
+                              const float *xp, size_t batch) {
+    weights m = {w, NULL, k3_pad(n), n};
+    matmul(F32, y, ldy, &m, n_rows, xp, batch);
+}
+
+static void avx512_matmul_mxfp4(float *y, size_t ldy, const uint8_t *q, const uint8_t *s,
+                                size_t n_rows, size_t n, const float *xp, size_t batch) {
+    weights m = {q, s, n, n};
+    if (batch == 1)
+        matvec_mxfp4(y, q, s, n_rows, n, xp);
+    else
+        matmul(MXFP4, y, ldy, &m, n_rows, xp, batch);
+}
+
+/* ---- Chains ----------------------------------------------------------------------- */
+
+/* 16 weights of row i, or those under the mask. */
+TILE __m512 chain_load(const enum kind kind, const void *w, size_t at, __mmask16 mask) {
+    if (kind == F32) return _mm512_maskz_loadu_ps(mask, (const float *)w + at);
+    __m256i v = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)w + at);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+}
+
+/* T vectors x J zmm of columns; `mask` trims the last zmm. A weight is loaded once for T
+ * vectors, a coefficient once for J zmm. */
+TILE void chain_tile(const enum kind kind, const int T, const int J, __mmask16 mask, float *y,
+                     size_t ldy, const void *w, size_t ldw, size_t j, size_t n_i, const float *c,
+                     size_t ldc) {
+    __m512 a[8][8];
+    for (int t = 0; t < T; t++)
+        for (int v = 0; v < J; v++) a[t][v] = _mm512_setzero_ps();
+    for (size_t i = 0; i < n_i; i++) {
+        __m512 wv[8];
+        for (int v = 0; v < J; v++)
+            wv[v] = chain_load(kind, w, i * ldw + j + (size_t)v * 16, J == 1 ? mask : 0xffff);
+        for (int t = 0; t < T; t++) {
+            __m512 ct = _mm512_set1_ps(c[(size_t)t * ldc + i]);
+            for (int v = 0; v < J; v++) a[t][v] = _mm512_fmadd_ps(wv[v], ct, a[t][v]);
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int v = 0; v < J; v++)
+            _mm512_mask_storeu_ps(y + (size_t)t * ldy + j + (size_t)v * 16,
+                                  J == 1 ? mask : 0xffff, a[t][v]);
+}
+
+/* All columns for T vectors. */
+TILE void chain_cols(const enum kind kind, const int T, const int J, float *y, size_t ldy,
+                     const void *w, size_t ldw, size_t n_i, size_t n_j, const float *c,
+                     size_t ldc) {
+    size_t j = 0, step = (size_t)J * 16;
+    for (; j + step <= n_j; j += step)
+        chain_tile(kind, T, J, 0xffff, y, ldy, w, ldw, j, n_i, c, ldc);
+    for (; j < n_j; j += 16) {
+        __mmask16 mask = n_j - j < 16 ? (__mmask16)((1u << (n_j - j)) - 1) : 0xffff;
+        chain_tile(kind, T, 1, mask, y, ldy, w, ldw, j, n_i, c, ldc);
+    }
+}
+
+TILE void chain(const enum kind kind, float *y, size_t ldy, const void *w, size_t ldw, size_t n_i,
+                size_t n_j, const float *c, size_t ldc, size_t batch) {
+    size_t t = 0;
+    for (; t + 8 <= batch; t += 8)
+        chain_cols(kind, 8, 3, y + t * ldy, ldy, w, ldw, n_i, n_j, c + t * ldc, ldc);
+    if (t + 4 <= batch) {
+        chain_cols(kind, 4, 4, y + t * ldy, ldy, w, ldw, n_i, n_j, c + t * ldc, ldc);
+        t += 4;
+    }
+    for (; t < batch; t++)
+        chain_cols(kind, 1, 8, y + t * ldy, ldy, w, ldw, n_i, n_j, c + t * ldc, ldc);
+}
+
+static void avx512_chain_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_i,
+                              size_t n_j, const float *c, size_t ldc, size_t batch) {
+    chain(BF16, y, ldy, w, ldw, n_i, n_j, c, ldc, batch);
+}
+
+static void avx512_chain_f32(float *y, size_t ldy, const float *w, size_t ldw, size_t n_i,
+                             size_t n_j, const float *c, size_t ldc, size_t batch) {
+    chain(F32, y, ldy, w, ldw, n_i, n_j, c, ldc, batch);
+}
+
+/* ---- KDA -------------------------------------------------------------------------- */
+
+/* The operands of one head, as in the contract. */
+typedef struct {
+    size_t d, n_tok, ldv, ldb, ldo;
+    const float *a, *k, *q, *val, *beta;
+    float *o;
+} kda_args;
+
+/* Columns v .. v + 16 J - 1 of S over all tokens. One sweep over k per token: the second
+ * half of token t (write delta, read o) and the first half of token t + 1 (decay, read u)
+ * touch the same S[k], so it is loaded and stored once. The tile of S, d x 64 floats for
+ * J = 4, stays in L1 from the first token to the last. */
+TILE void kda_cols(const int J, __mmask16 mask, float *S, size_t v, const kda_args *p) {
+    const size_t d = p->d;
+    __m512 u[4];
+    for (int j = 0; j < J; j++) u[j] = _mm512_setzero_ps();
+    for (size_t i = 0; i < d; i++)
+        for (int j = 0; j < J; j++) {
+            float *at = S + i * d + v + (size_t)j * 16;
+            __m512 s = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, at), _mm512_set1_ps(p->a[i]));
+            u[j] = _mm512_fmadd_ps(s, _mm512_set1_ps(p->k[i]), u[j]);
+            _mm512_mask_storeu_ps(at, mask, s);
+        }
+    for (size_t t = 0; t < p->n_tok; t++) {
+        const float *k = p->k + t * d, *q = p->q + t * d;
+        const bool more = t + 1 < p->n_tok;
+        __m512 delta[4], o[4];
+        for (int j = 0; j < J; j++) {
+            __m512 val = _mm512_maskz_loadu_ps(mask, p->val + t * p->ldv + v + (size_t)j * 16);
+            delta[j] = _mm512_mul_ps(_mm512_set1_ps(p->beta[t * p->ldb]), _mm512_sub_ps(val, u[j]));
+            o[j] = u[j] = _mm512_setzero_ps();
+        }
+        for (size_t i = 0; i < d; i++)
+            for (int j = 0; j < J; j++) {
+                float *at = S + i * d + v + (size_t)j * 16;
+                __m512 s = _mm512_maskz_loadu_ps(mask, at);
+                s = _mm512_fmadd_ps(_mm512_set1_ps(k[i]), delta[j], s);
+                o[j] = _mm512_fmadd_ps(s, _mm512_set1_ps(q[i]), o[j]);
+                if (more) {
+                    s = _mm512_mul_ps(s, _mm512_set1_ps(p->a[(t + 1) * d + i]));
+                    u[j] = _mm512_fmadd_ps(s, _mm512_set1_ps(k[d + i]), u[j]);
+                }
+                _mm512_mask_storeu_ps(at, mask, s);
+            }
+        for (int j = 0; j < J; j++)
+            _mm512_mask_storeu_ps(p->o + t * p->ldo + v + (size_t)j * 16, mask, o[j]);
+    }
+}
+
+static void avx512_kda(float *S, size_t d, size_t n_tok, const float *a, const float *k,
+                       const float *q, const float *val, size_t ldv, const float *beta,
+                       size_t ldb, float *o, size_t ldo) {
+    kda_args p = {d, n_tok, ldv, ldb, ldo, a, k, q, val, beta, o};
+    size_t v = 0;
+    if (n_tok == 0) return;
+    for (; v + 64 <= d; v += 64) kda_cols(4, 0xffff, S, v, &p);
+    for (; v < d; v += 16)
+        kda_cols(1, d - v < 16 ? (__mmask16)((1u << (d - v)) - 1) : 0xffff, S, v, &p);
+}
+
+/* ---- dot, pack, add_q40 ------------------------------------------------------------- */
+
+/* Evens and odds of 32 plain floats. */
+TILE __m512 pick_even(__m512 lo, __m512 hi) {
+    const __m512i idx =
+        _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return _mm512_permutex2var_ps(lo, idx, hi);
+}
+TILE __m512 pick_odd(__m512 lo, __m512 hi) {
+    const __m512i idx =
+        _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return _mm512_permutex2var_ps(lo, idx, hi);
+}
+
+static float avx512_dot(const float *a, const float *b, size_t n) {
+    __m512 acc = _mm512_setzero_ps();
+    for (size_t i = 0; i < n; i += K3_GROUP) {
+        uint32_t m = n - i < K3_GROUP ? (1u << (n - i)) - 1 : 0xffffffffu;
+        __mmask16 m_lo = (__mmask16)m, m_hi = (__mmask16)(m >> 16);
+        __m512 a_lo = _mm512_maskz_loadu_ps(m_lo, a + i);
+        __m512 a_hi = m_hi ? _mm512_maskz_loadu_ps(m_hi, a + i + 16) : _mm512_setzero_ps();
+        __m512 b_lo = _mm512_maskz_loadu_ps(m_lo, b + i);
+        __m512 b_hi = m_hi ? _mm512_maskz_loadu_ps(m_hi, b + i + 16) : _mm512_setzero_ps();
+        acc = _mm512_fmadd_ps(pick_even(a_lo, a_hi), pick_even(b_lo, b_hi), acc);
+        acc = _mm512_fmadd_ps(pick_odd(a_lo, a_hi), pick_odd(b_lo, b_hi), acc);
+    }
+    return fold(acc);
+}
+
+/* ---- For `k3 bench` ----------------------------------------------------------------- */
+
+static uint64_t avx512_read_stream(const void *p, size_t n_bytes) {
+    const char *at = p;
+    __m512i sum[8];
+    uint64_t lane[8], total = 0;
+    for (int j = 0; j < 8; j++) sum[j] = _mm512_setzero_si512();
+    for (size_t i = 0; i < n_bytes; i += 512)
+        for (int j = 0; j < 8; j++)
+            sum[j] = _mm512_add_epi64(sum[j], _mm512_load_si512(at + i + j * 64));
+    for (int j = 1; j < 8; j++) sum[0] = _mm512_add_epi64(sum[0], sum[j]);
+    _mm512_storeu_si512(lane, sum[0]);
+    for (int j = 0; j < 8; j++) total += lane[j];
+    return total;
+}
+
+/* 16 chains: two FMA ports x 4 cycles, twice over. */
+static float avx512_peak_fma(uint64_t n, uint64_t *flops) {
+    const __m512 m = _mm512_set1_ps(0.5f), c = _mm512_set1_ps(1.0f);
+    __m512 a[16];
+    for (int j = 0; j < 16; j++) a[j] = _mm512_set1_ps((float)j);
+    for (uint64_t i = 0; i < n; i++)
+        for (int j = 0; j < 16; j++) a[j] = _mm512_fmadd_ps(a[j], m, c);
+    for (int j = 1; j < 16; j++) a[0] = _mm512_add_ps(a[0], a[j]);
+    *flops = n * 16 * 16 * 2;
+    return fold(a[0]);
+}
+
+static bool avx512_is_supported(void) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+const k3_kernels k3_kernels_avx512 = {
+    .name = "avx512",
+    .is_supported = avx512_is_supported,
+    .matmul_bf16 = avx512_matmul_bf16,
+    .matmul_f32 = avx512_matmul_f32,
+    .matmul_mxfp4 = avx512_matmul_mxfp4,
+    .chain_bf16 = avx512_chain_bf16,
+    .chain_f32 = avx512_chain_f32,
+    .kda = avx512_kda,
+    .dot = avx512_dot,
+    K3_ELEMENTWISE_KERNELS,
+    .read_stream = avx512_read_stream,
+    .peak_fma = avx512_peak_fma,
+};

@@ -1,0 +1,369 @@
+#!/usr/bin/env bash
+# test_cli.sh - the `k3` program from outside: exit codes, messages, stdout, hashes.
+#
+#     K3=build/k3 tests/test_cli.sh
+#
+# Every case runs the program once and says what it must exit with and what stderr must
+# match. Golden hashes are those of demo/bits.tsv, made by other people's programs. What
+# this machine lacks (python3, a CPU feature) is a SKIP with its reason, never a pass.
+set -u
+export LC_ALL=C
+cd "$(dirname "$0")/.." || exit 1
+K3=${K3:-build/k3}
+case $K3 in /*) ;; *) K3=$PWD/$K3 ;; esac
+DEMO=$PWD/demo
+PARIS="The capital of France is"
+BASIS=cbf29ce484222325
+T=$(mktemp -d) || exit 1
+trap 'rm -rf "$T"' EXIT
+n_passed=0 n_failed=0 n_skipped=0
+
+pass() { n_passed=$((n_passed + 1)); echo "PASS $1"; }
+skip() { n_skipped=$((n_skipped + 1)); echo "SKIP $1: $2"; }
+fail() { # name, reason
+    n_failed=$((n_failed + 1))
+    printf 'FAIL %s: %.300s\n' "$1" "$2"
+    sed 's/^/     stderr: /' "$T/err" 2>/dev/null | head -3
+}
+limit() { if command -v timeout >/dev/null; then timeout 300 "$@"; else "$@"; fi; }
+
+# check NAME EXIT PATTERN COMMAND...: stderr must match PATTERN ("" is: be empty).
+check() {
+    local name=$1 want=$2 pattern=$3 rc
+    shift 3
+    limit "$@" >"$T/out" 2>"$T/err"
+    rc=$?
+    if [ $rc != "$want" ]; then
+        fail "$name" "exit $rc, not $want"
+    elif [ -z "$pattern" ] && [ -s "$T/err" ]; then
+        fail "$name" "stderr is not empty"
+    elif [ -n "$pattern" ] && ! grep -Eq -- "$pattern" "$T/err"; then
+        fail "$name" "stderr does not match: $pattern"
+    else
+        pass "$name"
+        return 0
+    fi
+    return 1
+}
+
+# Misuse: exit 2, one line on stderr that matches, nothing on stdout.
+misuse() { # name, pattern, arguments...
+    local name=$1 pattern=$2
+    shift 2
+    check "$name" 2 "$pattern" "$K3" "$@" || return
+    expect "$name: one line, no output" "$(wc -l <"$T/err" | tr -d ' ') $(wc -c <"$T/out" | tr -d ' ')" "1 0"
+}
+
+# expect NAME GOT WANT
+expect() {
+    if [ "$2" = "$3" ]; then pass "$1"; else fail "$1" "got '$2', want '$3'"; fi
+}
+
+json() { sed -n "s/.*\"$1\":\"\\{0,1\\}\\([^\",}]*\\).*/\\1/p" "$T/out"; } # a plain field of $T/out
+size() { wc -c <"$1" | tr -d ' '; }
+
+# ---- Help and misuse ---------------------------------------------------------------------
+
+check "no arguments" 2 "^usage: k3" "$K3"
+expect "no arguments: stdout is empty" "$(size "$T/out")" 0
+for arg in --help -h help --version -V "help run" "help tokenize" "help bench" "help verify" \
+    "help info" "run --help" "bench -h" "run --tokens 3 -h"; do
+    # shellcheck disable=SC2086
+    check "k3 $arg" 0 "" "$K3" $arg && [ ! -s "$T/out" ] && fail "k3 $arg" "no output"
+done
+misuse "unknown command" "'runn'.*did you mean run" runn x
+misuse "unknown command, nothing near" "'frobnicate'.*k3 help" frobnicate
+misuse "help of an unknown command" "'benhc'.*did you mean bench" help benhc
+misuse "unknown option" "--tokns.*did you mean --tokens" run --tokns 3 x
+misuse "unknown option, nothing near" "--zzzzzz" run --zzzzzz x
+misuse "option of another command" "bench does not take --json" bench --json
+misuse "option before the command" "--model comes after a command" --model demo run x
+misuse "option without value" "--tokens needs a value" run x --tokens
+misuse "option as value" "--model needs a value" run x --model --tokens 3
+misuse "flag with value" "--json takes no value" run --json=1 x
+for value in abc -1 1e3 " 5" "" 5x 99999999999999999999; do
+    misuse "--tokens '$value'" "--tokens: '$value' is not a whole number" run "--tokens=$value" x
+done
+for value in nan inf -1 0x1 1x "" 101; do
+    misuse "--temperature '$value'" "--temperature: '$value' is not a number" run "--temperature=$value" x
+done
+for value in 8X 0 -1 "" G 1.5GGiB 1e30T; do
+    misuse "--ram '$value'" "--ram: '$value' is not a size" run "--ram=$value" x
+done
+misuse "--top-p 2" "--top-p: '2'" run --top-p 2 x
+misuse "--chunk 5000" "--chunk: '5000'" run --chunk 5000 x
+misuse "--stop ''" "--stop: an empty text" run --stop "" x
+misuse "--expect junk" "--expect: 'zz' is not a hash" bench --expect zz
+misuse "two prompts" "'b' is a second one" run a b
+misuse "prompt and file" "one prompt" run a --prompt-file b
+misuse "no prompt" "run needs a prompt" run
+misuse "argument to info" "info takes no argument" info x
+misuse "--decode without --ids" "--decode needs --ids" tokenize --decode x
+
+# ---- Bad prompts -------------------------------------------------------------------------
+
+misuse "empty prompt" "the prompt is empty" run ""
+: >"$T/empty"
+misuse "empty prompt file" "the prompt is empty" run --prompt-file "$T/empty"
+check "empty stdin" 2 "the prompt is empty" "$K3" run - </dev/null
+check "absent prompt file" 1 "$T/none: No such file" "$K3" run --prompt-file "$T/none"
+check "directory as prompt file" 1 "Is a directory" "$K3" run --prompt-file "$T"
+misuse "ids 1,,2" "--ids: number 2 is empty" run --ids 1,,2
+misuse "ids 1," "--ids: number 2 is empty" run --ids 1,
+misuse "ids ''" "--ids: number 1 is empty" run --ids ""
+misuse "ids abc" "--ids: number 1, 'abc'" run --ids abc
+misuse "ids 1,-2" "--ids: number 2, '-2'" run --ids 1,-2
+misuse "ids 1,4294967296" "--ids: number 2, '4294967296'" run --ids 1,4294967296
+check "id out of range" 2 "2048" "$K3" run -q --ids 3,2048
+check "prompt longer than the context" 1 "6 ids.*holds 4.*--context" "$K3" run --context 4 "$PARIS"
+printf 'a\xff\xfe\x80\xe4b\n' >"$T/invalid"
+check "invalid UTF-8 prompt" 0 "ids_fnv" "$K3" run --tokens 3 --prompt-file "$T/invalid"
+printf 'a\0b' >"$T/nul"
+check "prompt with NUL" 0 "prompt 3 ids" "$K3" run --tokens 3 --prompt-file "$T/nul"
+
+# ---- Bad models --------------------------------------------------------------------------
+
+check "absent model" 3 "$T/none: No such file" "$K3" run --model "$T/none" x
+check "file as model" 3 "not a directory" "$K3" run --model "$T/empty" x
+check "model without config" 3 "no readable config.json" "$K3" run --model "$T" x
+for cmd in "run --tokens 0 x" "bench --tokens 1" info verify; do
+    # shellcheck disable=SC2086
+    check "absent model, $cmd" 3 "No such file" "$K3" $cmd --model "$T/none"
+done
+# A copy of the demo with the files it is given replaced; a name alone is left out.
+broken() { # name of copy, file left out
+    mkdir "$T/$1"
+    for f in "$DEMO"/*; do [ "${f##*/}" = "$2" ] || ln -s "$f" "$T/$1/"; done
+}
+broken noshard model-00002-of-000003.safetensors
+check "missing shard" 3 "model-00002-of-000003.safetensors" "$K3" run --model "$T/noshard" x
+broken short model-00003-of-000003.safetensors
+head -c 1000000 "$DEMO/model-00003-of-000003.safetensors" >"$T/short/model-00003-of-000003.safetensors"
+check "truncated shard" 3 "model-00003-of-000003.safetensors" "$K3" run --model "$T/short" x
+broken badconfig config.json
+echo '{"model_type": "kimi_k3", ' >"$T/badconfig/config.json"
+check "config cut short" 3 "config.json" "$K3" run --model "$T/badconfig" x
+broken nanconfig config.json
+sed 's/"rms_norm_eps": [^,]*/"rms_norm_eps": NaN/' "$DEMO/config.json" >"$T/nanconfig/config.json"
+check "config with NaN" 3 "config.json|rms_norm_eps" "$K3" run --model "$T/nanconfig" x
+broken notok tiktoken.model
+limit "$K3" run --model "$T/notok" x >"$T/out" 2>"$T/err"
+rc=$?
+if { [ $rc = 1 ] || [ $rc = 3 ]; } && grep -q tiktoken.model "$T/err"; then
+    pass "missing tiktoken.model"
+else
+    fail "missing tiktoken.model" "exit $rc, wanted 1 or 3 and the name"
+fi
+check "ids without tiktoken.model" 0 "ids only, no text" "$K3" run --model "$T/notok" --tokens 4 --ids 343,336,327,444,1489,311
+check "unknown kernels" 2 "nope" "$K3" run -q --kernels nope x
+
+# ---- Text --------------------------------------------------------------------------------
+
+check "text, quiet" 0 "" "$K3" run -q "$PARIS"
+expect "the capital of France" "$(cat "$T/out")" " Paris."
+check "text, with notes" 0 "using the small bundled model" "$K3" run "$PARIS"
+grep -Eq "prompt 6 ids, .* tok/s; answer 4 ids, .* \(eos\); ids_fnv [0-9a-f]{16} logits_fnv [0-9a-f]{16}" "$T/err" &&
+    pass "statistics line" || fail "statistics line" "not as documented"
+expect "stdout is the answer alone" "$(cat "$T/out")" " Paris."
+check "options after --" 0 "" "$K3" run -q --tokens 2 -- --tokens
+printf '%s' "$PARIS" >"$T/prompt"
+check "prompt file" 0 "" "$K3" run -q --prompt-file "$T/prompt"
+expect "prompt file: same answer" "$(cat "$T/out")" " Paris."
+check "stdin" 0 "" sh -c "'$K3' run -q - <'$T/prompt'"
+expect "stdin: same answer" "$(cat "$T/out")" " Paris."
+check "a last newline is noted" 0 "ends with a newline" "$K3" run --tokens 0 "a
+"
+check "no-stop names specials" 0 "" "$K3" run -q --no-stop --tokens 7 "$PARIS"
+expect "no-stop text" "$(cat "$T/out")" " Paris.<|end_of_msg|><|open|>response<|sep|>"
+check "stop text over tokens" 0 "" "$K3" run -q --stop aris. "$PARIS"
+expect "stop text over tokens: what is before" "$(cat "$T/out")" " P"
+check "stop text not met" 0 "" "$K3" run -q --stop "Paris.!" --stop zzz "$PARIS"
+expect "held-back text is printed" "$(cat "$T/out")" " Paris."
+check "first of two stop texts" 0 "" "$K3" run -q --json --stop is --stop ar "$PARIS"
+expect "first of two stop texts: text" "$(json text)" " P"
+expect "first of two stop texts: reason" "$(json stop_reason)" stop
+check "stop inside a streamed answer" 0 "" "$K3" run -q --no-stop --tokens 32 --stop "Paris is the" "$PARIS"
+expect "stop inside a streamed answer: text" "$(cat "$T/out")" " Paris.<|end_of_msg|><|open|>response<|sep|>Yes. "
+check "full context" 0 "\(context\)" "$K3" run --context 8 --no-stop --tokens 32 "$PARIS"
+grep -q "answer 3 ids" "$T/err" && pass "full context: three ids" || fail "full context: three ids" "other count"
+check "emoji and CJK" 0 "" "$K3" run -q "Tokyo in Japanese is"
+expect "CJK answer" "$(cat "$T/out")" " 東京."
+check "sampled" 0 "" "$K3" run -q --json --temperature 1.5 --seed 7 --no-stop --tokens 24 "$PARIS"
+first=$(json ids_fnv)
+"$K3" run -q --json --temperature 1.5 --seed 7 --no-stop --tokens 24 "$PARIS" >"$T/out" 2>"$T/err"
+expect "same seed, same ids" "$(json ids_fnv)" "$first"
+"$K3" run -q --json --temperature 1.5 --seed 8 --no-stop --tokens 24 "$PARIS" >"$T/out" 2>"$T/err"
+[ "$(json ids_fnv)" != "$first" ] && pass "another seed, other ids" || fail "another seed, other ids" "same"
+check "top-k without temperature is noted" 0 "change nothing" "$K3" run --tokens 1 --top-k 5 "$PARIS"
+
+# ---- JSON, dumps, traces -------------------------------------------------------------------
+
+check "json" 0 "" "$K3" run -q --json "$PARIS"
+expect "json: one line" "$(wc -l <"$T/out" | tr -d ' ')" 1
+expect "json: stop reason" "$(json stop_reason)" eos
+expect "json: numerics" "$(json numerics)" k3-f32-dot16-q40
+grep -q '"ids":\[1379,265,13,1794\]' "$T/out" && pass "json: ids" || fail "json: ids" "$(cat "$T/out")"
+if command -v python3 >/dev/null; then
+    for seed in 1 2 3 4; do
+        "$K3" run -q --json --temperature 60 --seed $seed --no-stop --tokens 64 "$PARIS" >"$T/out" 2>"$T/err"
+        python3 -c 'import json,sys; d=json.loads(open(sys.argv[1],"rb").read().decode("utf-8")); assert len(d["ids"])==64 and d["n_prompt"]==6 and isinstance(d["gen_tok_s"],float)' \
+            "$T/out" 2>"$T/err" && pass "json of wild text is valid ($seed)" || fail "json of wild text is valid ($seed)" "no"
+    done
+else
+    skip "json of wild text is valid" "no python3"
+fi
+row=$((2048 * 4))
+check "tokens 0 with dump" 0 "" "$K3" run -q --json --tokens 0 --dump-logits "$T/rows0" "$PARIS"
+expect "tokens 0: no text" "$(json text)" ""
+expect "tokens 0: ids_fnv is the basis" "$(json ids_fnv)" $BASIS
+last_row=$(json logits_fnv)
+expect "tokens 0: six rows" "$(size "$T/rows0")" $((6 * row))
+"$K3" run -q --json --tokens 1 "$PARIS" >"$T/out" 2>"$T/err"
+expect "tokens 0: logits_fnv is the last prompt row" "$last_row" "$(json logits_fnv)"
+check "tokens 0, text mode" 0 "" "$K3" run -q --tokens 0 "$PARIS"
+expect "tokens 0, text mode: nothing said" "$(size "$T/out")" 0
+for n in 1 3; do
+    check "dump with $n tokens" 0 "" "$K3" run -q --tokens $n --chunk 4 --dump-logits "$T/rows$n" "$PARIS"
+    expect "dump with $n tokens: rows" "$(size "$T/rows$n")" $(((6 + n - 1) * row))
+    cmp -s -n $((6 * row)) "$T/rows0" "$T/rows$n" && pass "dump with $n tokens: same prompt rows" ||
+        fail "dump with $n tokens: same prompt rows" "they differ"
+done
+check "dump into no directory" 1 "No such file" "$K3" run -q --dump-logits "$T/none/rows" x
+if [ -w /dev/full ]; then
+    check "dump to a full device" 1 "/dev/full: No space left" "$K3" run -q --dump-logits /dev/full x
+    check "trace to a full device" 1 "/dev/full: " "$K3" run -q --trace-hash=/dev/full x
+    [ -c /dev/full ] && pass "the device is still there" || fail "the device is still there" "removed"
+    check "stdout on a full device" 1 "stdout: No space left" sh -c "'$K3' run -q x >/dev/full"
+    check "tokenize to a full device" 1 "stdout: No space left" sh -c "'$K3' tokenize -q x >/dev/full"
+else
+    skip "full device" "no /dev/full"
+fi
+check "dump over the file size limit" 1 "rows: File too large" \
+    bash -c "trap '' XFSZ; ulimit -f 12; exec '$K3' run -q --dump-logits '$T/rows' '$PARIS'"
+[ ! -e "$T/rows" ] && pass "a partial dump is removed" || fail "a partial dump is removed" "still there"
+check "trace to a file" 0 "" "$K3" run -q --json --tokens 5 --no-stop --trace-hash="$T/trace" "$PARIS"
+expect "trace: a line for each position and layer, and the hash" "$(grep -c '^trace ' "$T/trace") $(tail -1 "$T/trace")" \
+    "$((10 * 9)) trace_fnv $(json trace_fnv)"
+check "trace to stderr" 0 "^trace 0 0 [0-9a-f]{16}$" "$K3" run -q --tokens 0 --trace-hash "$PARIS"
+
+# ---- Golden hashes -------------------------------------------------------------------------
+
+# The three hashes of every golden prompt, from the best kernels.
+while read -r index ids; do
+    case $index in '#') continue ;; esac
+    "$K3" run -q --json --tokens 32 --no-stop --trace-hash=/dev/null --ids "$ids" >"$T/out" 2>"$T/err"
+    expect "golden prompt $index" "$(json ids_fnv) $(json logits_fnv) $(json trace_fnv)" \
+        "$(awk -F'\t' -v i="$index" '$1 == i {print $2, $3, $4}' "$DEMO/bits.tsv")"
+done <tests/data/golden_prompts.tsv
+
+# Two of them from every kernel set, with other threads and chunks.
+awk -F'\t' '!/^#/ {print "ids:" $2}' tests/data/golden_prompts.tsv >"$T/prompts"
+awk -F'\t' 'NR > 1 {print $2, $3}' "$DEMO/bits.tsv" >"$T/want"
+total=
+"$K3" info -q | sed -n 's/^kernels *//p; ' | sed 's/ - best.*//; s/ (not on this CPU)/:no/g' >"$T/kernels"
+for set in $(cat "$T/kernels"); do
+    case $set in *:no)
+        skip "golden hashes, ${set%:no}" "not on this CPU"
+        continue
+        ;;
+    esac
+    for how in "--threads 1 --chunk 1" "--threads 2 --chunk 7" "--threads 3 --chunk 64"; do
+        # shellcheck disable=SC2086
+        check "bench, $set $how" 0 "" "$K3" bench -q --kernels $set $how --prompts "$T/prompts" || continue
+        awk -F'\t' 'NR > 1 && !/^#/ {print $6, $7}' "$T/out" >"$T/got"
+        cmp -s "$T/got" "$T/want" && pass "golden hashes, $set $how" || fail "golden hashes, $set $how" "they differ"
+        total=$(awk -F'\t' '/^# total/ {print $7}' "$T/out")
+    done
+done
+
+# ---- Tokenize ------------------------------------------------------------------------------
+
+check "tokenize" 0 "6 ids" "$K3" tokenize "$PARIS"
+expect "tokenize: first line" "$(head -1 "$T/out")" "343	The"
+check "tokenize to ids" 0 "" "$K3" tokenize -q --ids-only "$PARIS"
+expect "tokenize to ids: golden" "$(cat "$T/out")" "343,336,327,444,1489,311"
+check "text mode" 0 "" "$K3" tokenize -q --ids-only "<|end_of_msg|>"
+[ "$(cat "$T/out")" != 1794 ] && pass "special spelling is text" || fail "special spelling is text" "1794"
+check "control mode" 0 "" "$K3" tokenize -q --ids-only --control "<|end_of_msg|>"
+expect "special spelling is control" "$(cat "$T/out")" 1794
+check "escapes" 0 "" "$K3" tokenize -q --prompt-file "$T/invalid"
+grep -q 'xff$' "$T/out" && pass "invalid bytes are escaped" || fail "invalid bytes are escaped" "$(cat "$T/out")"
+for i in 0 1 2 3 4 5 6 7 8 9 a b c d e f; do for j in 0 1 2 3 4 5 6 7 8 9 a b c d e f; do
+    # shellcheck disable=SC2059
+    printf "\\x$i$j"
+done; done >"$T/bytes"
+"$K3" tokenize -q --ids-only --prompt-file "$T/bytes" >"$T/ids" 2>"$T/err"
+check "decode" 0 "" "$K3" tokenize -q --decode --ids "$(cat "$T/ids")"
+cmp -s "$T/out" "$T/bytes" && pass "decode gives every byte back" || fail "decode gives every byte back" "they differ"
+check "decode of an unknown id" 2 "number 2, 99999" "$K3" tokenize -q --decode --ids 3,99999
+
+# ---- Bench, verify, info -------------------------------------------------------------------
+
+check "bench" 0 "" "$K3" bench -q --tokens 4 --repeats 2
+expect "bench: eleven columns, seven lines" "$(awk -F'\t' '{print NF}' "$T/out" | sort | uniq -c | tr -s ' ')" " 7 11"
+fnv=$(awk -F'\t' '/^# total/ {print $7}' "$T/out")
+check "bench --expect, the same" 0 "" "$K3" bench -q --tokens 4 --expect "$fnv"
+check "bench --expect, another" 5 "$fnv.*0123456789abcdef" "$K3" bench -q --tokens 4 --expect 0123456789abcdef
+printf 'ids:1,x\n' >"$T/badprompts"
+check "bench, bad prompts file" 2 "line 1: number 2, 'x'" "$K3" bench -q --prompts "$T/badprompts"
+check "bench, empty prompts file" 2 "no prompt" "$K3" bench -q --prompts "$T/empty"
+check "bench, absent prompts file" 1 "No such file" "$K3" bench -q --prompts "$T/none"
+check "bench, missing kernels" 2 "nope" "$K3" bench -q --kernels nope
+[ -n "$total" ] && check "bench --expect over all golden prompts" 0 "" "$K3" bench -q --prompts "$T/prompts" --expect "$total"
+
+check "verify" 0 "" "$K3" verify -q
+grep -q "256 of 256 experts" "$T/out" && pass "verify: every expert" || fail "verify: every expert" "$(cat "$T/out")"
+check "verify --golden of another model" 2 "released weights.*93.*163840.*9 and 2048" "$K3" verify -q --golden
+check "verify, truncated shard" 3 "model-00003" "$K3" verify -q --model "$T/short"
+if command -v python3 >/dev/null; then
+    broken badscale model-00001-of-000003.safetensors
+    python3 - "$DEMO/model-00001-of-000003.safetensors" "$T/badscale/model-00001-of-000003.safetensors" <<'PY'
+import json, struct, sys
+data = bytearray(open(sys.argv[1], "rb").read())
+n = struct.unpack("<Q", data[:8])[0]
+head = json.loads(data[8:8 + n])
+name = sorted(k for k in head if "experts." in k and k.endswith("weight_scale"))[0]
+data[8 + n + head[name]["data_offsets"][0]] = 253
+open(sys.argv[2], "wb").write(data)
+PY
+    check "verify finds a bad scale code" 3 "expert" "$K3" verify -q --model "$T/badscale"
+else
+    skip "verify finds a bad scale code" "no python3"
+fi
+check "info" 0 "" "$K3" info -q --context 1000
+grep -q "1000 positions" "$T/out" && grep -q "k3-f32-dot16-q40" "$T/out" && pass "info: memory and numerics" ||
+    fail "info: memory and numerics" "$(cat "$T/out")"
+
+# ---- Signals and closed pipes --------------------------------------------------------------
+
+for sig in INT TERM; do
+    "$K3" run --no-stop --tokens 4000 "$PARIS" >"$T/out" 2>"$T/err" &
+    pid=$!
+    for _ in $(seq 200); do
+        [ -s "$T/out" ] && break
+        sleep 0.05
+    done
+    kill -$sig $pid
+    wait $pid
+    expect "SIG$sig: exit" $? 130
+    head -c 7 "$T/out" | grep -q " Paris" && grep -q "(interrupt)" "$T/err" && pass "SIG$sig: text and statistics" ||
+        fail "SIG$sig: text and statistics" "missing"
+done
+"$K3" run --json --no-stop --tokens 4000 --dump-logits "$T/rows" "$PARIS" >"$T/out" 2>"$T/err" &
+pid=$!
+for _ in $(seq 200); do
+    [ -s "$T/rows" ] && break
+    sleep 0.05
+done
+kill -INT $pid
+wait $pid
+expect "SIGINT with --json: exit" $? 130
+expect "SIGINT with --json: reason" "$(json stop_reason)" interrupt
+expect "SIGINT: the dump is whole rows" "$(size "$T/rows")" $((($(json n_prompt) + $(json n_gen) - 1) * row))
+check "stdout closed" 1 "" bash -c "'$K3' run -q '$PARIS' >&-"
+check "stdout closed, dump intact" 1 "" bash -c "'$K3' run -q --tokens 1 --dump-logits '$T/rows' '$PARIS' >&-"
+check "info, stdout closed" 1 "" bash -c "'$K3' info -q >&-"
+check "reader leaves" 0 "" bash -c "'$K3' run -q --no-stop --tokens 4000 '$PARIS' | head -c 3 >/dev/null; [ \${PIPESTATUS[0]} = 1 ]"
+
+echo "test_cli: $n_passed passed, $n_failed failed, $n_skipped skipped"
+[ $n_failed = 0 ]
