@@ -479,10 +479,12 @@ static int shape_from_json(k3_shape *sh, json_object *top, float eps_lora, k3_er
     memset(sh, 0, sizeof *sh);
     if (!json_object_is_type(top, json_type_object))
         return fail(err, K3_EMODEL, "config.json: not a JSON object");
-    if (json_object_object_get_ex(top, "text_config", &c.text)) {
-        c.prefix = "text_config.";
-        if (!json_object_is_type(c.text, json_type_object))
+    json_object *nested;
+    if (json_object_object_get_ex(top, "text_config", &nested)) {
+        if (!json_object_is_type(nested, json_type_object))
             return fail(err, K3_EMODEL, "config.json: text_config is not an object");
+        c.text = nested;
+        c.prefix = "text_config.";
     }
     int rc;
     if ((rc = config_fixed(&c)) < 0 || (rc = config_numbers(&c, sh)) < 0 ||

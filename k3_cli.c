@@ -605,7 +605,10 @@ static int console_progress(void *user, const k3_progress *p) {
     double seconds = (double)(now - c->start_ns) * 1e-9;
     c->last_ns = now;
     switch (p->phase) {
-    case K3_PHASE_OPEN: console_bytes(line, sizeof line, "headers", p, seconds); break;
+    case K3_PHASE_OPEN:
+        snprintf(line, sizeof line, "headers: %llu of %llu", (unsigned long long)p->done,
+                 (unsigned long long)p->total);
+        break;
     case K3_PHASE_LOAD: console_bytes(line, sizeof line, "loading", p, seconds); break;
     case K3_PHASE_VERIFY: console_bytes(line, sizeof line, "checking", p, seconds); break;
     case K3_PHASE_COMPUTE: console_compute(line, sizeof line, c, p, seconds); break;
@@ -882,7 +885,7 @@ typedef struct {
     blob prompt;
     id_list prompt_ids, said; /* said: generated ids                          */
     size_t cap_said;
-    blob text;              /* all text so far                                             */
+    blob text;              /* all text so far                                */
     size_t cap_text, n_out; /* of which n_out bytes were written              */
     k3_utf8 utf8;
     outfile dump, trace;
@@ -1103,6 +1106,18 @@ static void json_put_real(json_object *o, const char *key, double value) {
     json_put(o, key, json_object_new_double_s(value, text));
 }
 
+/* A path may hold any bytes; JSON may not. */
+static void json_put_path(json_object *o, const char *key, const char *path) {
+    size_t n_bytes = strlen(path);
+    char *text = malloc(3 * (n_bytes + 3) + 9);
+    k3_utf8 utf8 = {{0}, 0};
+    if (!text) return;
+    size_t n = k3_utf8_push(&utf8, path, n_bytes, text);
+    n += k3_utf8_push(&utf8, "", 0, text + n);
+    json_put(o, key, json_object_new_string_len(text, (int)n));
+    free(text);
+}
+
 /* The --json object, complete, in one write. */
 static int run_json(const run_state *r) {
     json_object *o = json_object_new_object(), *ids = json_object_new_array();
@@ -1121,7 +1136,7 @@ static int run_json(const run_state *r) {
     json_put_real(o, "gen_s", (double)r->gen_ns * 1e-9);
     json_put_real(o, "prompt_tok_s", per_second(r->prompt_ids.n, r->prompt_ns));
     json_put_real(o, "gen_tok_s", per_second(r->n_step, r->gen_ns));
-    json_put(o, "model", json_object_new_string(r->dir));
+    json_put_path(o, "model", r->dir);
     json_put(o, "kernels", json_object_new_string(k3_engine_kernels(r->e)));
     json_put(o, "threads", json_object_new_int(k3_engine_threads(r->e)));
     json_put(o, "chunk", json_object_new_int(k3_engine_chunk(r->e)));

@@ -58,9 +58,9 @@ struct k3_tokenizer {
     uint32_t n_ranks;
     uint32_t max_rank_bytes;
     uint8_t *blob;
-    size_t blob_bytes, blob_cap;
-    uint32_t *off; /* [n_ranks + 256] */
-    uint16_t *len; /* [n_ranks + 256] 0 while loading: not seen yet */
+    size_t blob_bytes;
+    uint32_t *off;   /* [n_ranks + 256]                                            */
+    uint16_t *len;   /* [n_ranks + 256] 0 while loading: not seen yet              */
     uint32_t *table; /* [table_mask + 1] rank by hash of its bytes, NO_ID when free */
     size_t table_mask;
     uint32_t byte_id[256];
@@ -225,8 +225,7 @@ static int vocab_alloc(k3_tokenizer *t, uint32_t n_ranks, size_t ranks_bytes, k3
         places *= 2;
     t->n_ranks = n_ranks;
     t->table_mask = places - 1;
-    t->blob_cap = ranks_bytes + N_SPECIALS * SPECIAL_MAX_BYTES;
-    t->blob = malloc(t->blob_cap);
+    t->blob = malloc(ranks_bytes + N_SPECIALS * SPECIAL_MAX_BYTES);
     t->off = calloc(n_ids, sizeof *t->off);
     t->len = calloc(n_ids, sizeof *t->len);
     t->table = malloc(places * sizeof *t->table);
@@ -425,9 +424,9 @@ static int specials_parse(k3_tokenizer *t, const char *text, size_t n_bytes, k3_
     size_t end = json_tokener_get_parse_end(tok);
     enum json_tokener_error fault = json_tokener_get_error(tok);
     if (fault != json_tokener_success) {
+        const char *why = json_tokener_error_desc(fault);
         rc = text_fail(err, K3_EMODEL, "%s: %s at byte %zu", CONFIG_FILE,
-                       fault == json_tokener_continue ? "cut short" : json_tokener_error_desc(fault),
-                       end);
+                       fault == json_tokener_continue ? "cut short" : why, end);
         goto done;
     }
     while (end < n_bytes && text[end] != '\0' && strchr(" \t\r\n", text[end]))

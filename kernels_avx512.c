@@ -113,47 +113,64 @@ TILE __m512 transpose_lanes(__m512 v) {
     return _mm512_permutexvar_ps(idx, v);
 }
 
-#ifndef MX_PF
-#define MX_PF 0
-#endif
 #ifndef MX_HINT
 #define MX_HINT _MM_HINT_T0
 #endif
+#ifndef MX_PF
+#define MX_PF 0
+#endif
+#ifndef MX_R
+#define MX_R 4
+#endif
+/* One row, one group: decode 32 weights and add them to the row's accumulators. */
+TILE __m512 mxfp4_group(__m512 acc, const uint8_t *q, uint8_t code, __m512 even, __m512 odd,
+                        __m512i low, __m512i high) {
+    __m512i v = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)q));
+    __m512 table = _mm512_load_ps(mxfp4_table[code]);
+    acc = _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srlv_epi32(v, low), table), even, acc);
+    return _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srlv_epi32(v, high), table), odd, acc);
+}
+
 /* R rows of MXFP4 against one vector. */
 TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, size_t n,
                      const float *x) {
     const __m512i low = _mm512_setr_epi32(0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(4));
     const size_t n_group = n / K3_GROUP, row = n / 2;
+    const uint8_t *q2 = q + 2 * row, *s2 = s + 2 * n_group;
     const char *pf = (const char *)q + (MX_PF ? MX_PF : (size_t)R * row);
     const char *pfs = (const char *)s + (size_t)R * n_group;
-    __m512 acc[8];
+    const float *x_end = x + n;
+    __m512 acc[4];
     for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
-    for (size_t g = 0; g < n_group; g++) {
-        __m512 even = transpose_lanes(_mm512_load_ps(x + g * K3_GROUP));
-        __m512 odd = transpose_lanes(_mm512_load_ps(x + g * K3_GROUP + 16));
-        for (int r = 0; r < R * 16; r += 64) _mm_prefetch(pf + g * (size_t)R * 16 + r, MX_HINT);
-        if (g % 8 == 0) _mm_prefetch(pfs + g * (size_t)R, MX_HINT);
-        for (int r = 0; r < R; r++) {
-            const uint8_t *p = q + (size_t)r * row + g * 16;
-            __m512i v = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
-            __m512 table = _mm512_load_ps(mxfp4_table[s[(size_t)r * n_group + g]]);
-            __m512 we = _mm512_permutexvar_ps(_mm512_srlv_epi32(v, low), table);
-            __m512 wo = _mm512_permutexvar_ps(_mm512_srlv_epi32(v, high), table);
-            acc[r] = _mm512_fmadd_ps(we, even, acc[r]);
-            acc[r] = _mm512_fmadd_ps(wo, odd, acc[r]);
+    for (; x < x_end; x += K3_GROUP, q += 16, q2 += 16, s++, s2++, pf += R * 16, pfs += R) {
+        __m512 even = transpose_lanes(_mm512_load_ps(x));
+        __m512 odd = transpose_lanes(_mm512_load_ps(x + 16));
+        _mm_prefetch(pf, MX_HINT);
+#ifdef MX_PF2
+        _mm_prefetch(pf + MX_PF2, MX_HINT2);
+#endif
+        _mm_prefetch(pfs, MX_HINT);
+        acc[0] = mxfp4_group(acc[0], q, *s, even, odd, low, high);
+        if (R > 1) {
+            acc[1] = mxfp4_group(acc[1], q + row, s[n_group], even, odd, low, high);
+            acc[2] = mxfp4_group(acc[2], q2, *s2, even, odd, low, high);
+            acc[3] = mxfp4_group(acc[3], q2 + row, s2[n_group], even, odd, low, high);
         }
     }
     for (int r = 0; r < R; r++) y[r] = fold(transpose_lanes(acc[r]));
 }
 
-#ifndef MX_R
-#define MX_R 8
-#endif
+/* Out of line, so that the loop has the registers to itself. */
+static __attribute__((noinline)) void mxfp4_rows4(float *y, const uint8_t *q, const uint8_t *s,
+                                                  size_t n, const float *x) {
+    mxfp4_rows(4, y, q, s, n, x);
+}
+
 static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
                          const float *x) {
     size_t r = 0, n_group = n / K3_GROUP, row = n / 2;
-    for (; r + MX_R <= n_rows; r += MX_R) mxfp4_rows(MX_R, y + r, q + r * row, s + r * n_group, n, x);
+    for (; r + 4 <= n_rows; r += 4) mxfp4_rows4(y + r, q + r * row, s + r * n_group, n, x);
     for (; r < n_rows; r++) mxfp4_rows(1, y + r, q + r * row, s + r * n_group, n, x);
 }
 

@@ -39,7 +39,8 @@ FLATTEN void prefetch(const void *p, size_t ahead_bytes) {
     __builtin_prefetch((const void *)((uintptr_t)p + ahead_bytes));
 }
 
-/* Memory is read again after this: holding all of x in registers costs spills. */
+/* Loads before and after this stay apart: compilers otherwise hoist more of x and w into
+ * registers than there are, and spill sums. */
 FLATTEN void forget_loads(void) { __asm__ volatile("" ::: "memory"); }
 
 /* ---- dot16 in four q registers ---------------------------------------------------- */
@@ -621,6 +622,16 @@ static size_t neon_add_q40(int64_t *q, const float *y, float w, size_t n) {
     return i + ew_add_q40(q + i, y + i, w, n - i);
 }
 
+/* One rounding, so one scalar conversion each: clang before 21 vectorises (float)int64
+ * through f64, which rounds twice (llvm-project pull 130665). The empty asm keeps it from that. */
+static void neon_q40_f32(float *y, const int64_t *q, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        int64_t whole = q[i];
+        __asm__("" : "+r"(whole));
+        y[i] = (float)whole * 0x1p-40f;
+    }
+}
+
 static uint64_t neon_read_stream(const void *p, size_t n_bytes) {
     const uint64_t *w = p;
     uint64x2_t sum[8];
@@ -666,6 +677,7 @@ const k3_kernels k3_kernels_neon = {
     .dot = neon_dot,
     K3_ELEMENTWISE_KERNELS,
     .add_q40 = neon_add_q40,
+    .q40_f32 = neon_q40_f32,
     .read_stream = neon_read_stream,
     .peak_fma = neon_peak_fma,
 };

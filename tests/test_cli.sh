@@ -8,6 +8,7 @@
 # this machine lacks (python3, a CPU feature) is a SKIP with its reason, never a pass.
 set -u
 export LC_ALL=C
+export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 # on a shared machine a spinning thread waits for itself
 cd "$(dirname "$0")/.." || exit 1
 K3=${K3:-build/k3}
 case $K3 in /*) ;; *) K3=$PWD/$K3 ;; esac
@@ -256,7 +257,8 @@ while read -r index ids; do
         "$(awk -F'\t' -v i="$index" '$1 == i {print $2, $3, $4}' "$DEMO/bits.tsv")"
 done <tests/data/golden_prompts.tsv
 
-# Two of them from every kernel set, with other threads and chunks.
+# Two of them from every kernel set, with other threads and chunks; `ref` is the slow one and
+# runs them all once.
 awk -F'\t' '!/^#/ {print "ids:" $2}' tests/data/golden_prompts.tsv >"$T/prompts"
 awk -F'\t' 'NR > 1 {print $2, $3}' "$DEMO/bits.tsv" >"$T/want"
 total=
@@ -268,11 +270,15 @@ for set in $(cat "$T/kernels"); do
         ;;
     esac
     for how in "--threads 1 --chunk 1" "--threads 2 --chunk 7" "--threads 3 --chunk 64"; do
+        n=13
+        [ "$set" = ref ] && [ "$how" != "--threads 2 --chunk 7" ] && n=7
+        head -$n "$T/prompts" >"$T/some"
         # shellcheck disable=SC2086
-        check "bench, $set $how" 0 "" "$K3" bench -q --kernels $set $how --prompts "$T/prompts" || continue
+        check "bench, $set $how" 0 "" "$K3" bench -q --kernels $set $how --prompts "$T/some" || continue
         awk -F'\t' 'NR > 1 && !/^#/ {print $6, $7}' "$T/out" >"$T/got"
-        cmp -s "$T/got" "$T/want" && pass "golden hashes, $set $how" || fail "golden hashes, $set $how" "they differ"
-        total=$(awk -F'\t' '/^# total/ {print $7}' "$T/out")
+        head -$n "$T/want" | cmp -s - "$T/got" && pass "golden hashes, $set $how, $n prompts" ||
+            fail "golden hashes, $set $how" "they differ"
+        [ $n = 13 ] && total=$(awk -F'\t' '/^# total/ {print $7}' "$T/out")
     done
 done
 
@@ -346,7 +352,7 @@ for sig in INT TERM; do
     kill -$sig $pid
     wait $pid
     expect "SIG$sig: exit" $? 130
-    head -c 7 "$T/out" | grep -q " Paris" && grep -q "(interrupt)" "$T/err" && pass "SIG$sig: text and statistics" ||
+    grep -aq "^ P" "$T/out" && grep -q "(interrupt)" "$T/err" && pass "SIG$sig: text and statistics" ||
         fail "SIG$sig: text and statistics" "missing"
 done
 "$K3" run --json --no-stop --tokens 4000 --dump-logits "$T/rows" "$PARIS" >"$T/out" 2>"$T/err" &

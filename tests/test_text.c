@@ -194,7 +194,8 @@ static void test_special_names(void) {
     json_object *root = json_object_from_file("tests/data/special_tokens.json");
     text_buf ranks = byte_ranks();
     for (uint32_t i = 256; i < 163584; i++)
-        buf_rank(&ranks, (uint8_t[]){(uint8_t)(i >> 16), (uint8_t)(i >> 8), (uint8_t)i}, 3, i, "\n");
+        buf_rank(&ranks, (uint8_t[]){(uint8_t)(i >> 16), (uint8_t)(i >> 8), (uint8_t)i}, 3, i,
+                 "\n");
     k3_tokenizer *t = build(ranks.s, ranks.n, NULL);
     if (CHECK(root && t)) {
         json_object *names = json_object_object_get(root, "names");
@@ -368,13 +369,16 @@ static size_t piece_by_hand(const uint32_t *s, size_t n, size_t at) {
 
 static uint32_t random_point(uint64_t *r) {
     static const uint32_t pool[] = {
-        'a', 'b', 'A', 'B', 's', 'S', 't', 'T', 'd', 'm', 'M', 'l', 'L', 'r', 'e', 'E', 'v', 'V',
-        0x17f, '\'', '\'', '\'', ' ', ' ', ' ', '\t', '\r', '\n', '\n', 0x0b, 0x0c, 0x1c, 0x1f, 0x85,
-        0xa0, 0x1680, 0x180e, 0x2003, 0x2028, 0x202f, 0x3000, 0x200b, 0x200d, 0xfeff, '0', '9', 0x663,
-        0x2163, 0xb2, 0xbd, 0x4e00, 0x6f22, 0x3005, 0x3007, 0x303b, 0x3006, 0x30fc, 0x30c6, 0x53ef,
-        0x3001, 0x1c5, 0x2b0, 0xaa, 0xdf, 0x130, 0x212a, 0x301, 0x308, 0x903, 0x20dd, 0xfe0f, 0x1f468,
-        0x1f3fd, '!', '?', '.', '_', '-', '/', '<', '|', '>', '"', '=', 0, 0x7f, 0xe01, 0xe32, 0xd55c,
-        0x939, 0x93f, 0xd7ff, 0xe000, 0x16ff0, 0x16fe3, 0x20000, 0xe0100, 0x10ffff,
+        'a',    'b',     'A',     'B',     's',     'S',     't',     'T',      'd',    'm',
+        'M',    'l',     'L',     'r',     'e',     'E',     'v',     'V',      0x17f,  '\'',
+        '\'',   '\'',    ' ',     ' ',     ' ',     '\t',    '\r',    '\n',     '\n',   0x0b,
+        0x0c,   0x1c,    0x1f,    0x85,    0xa0,    0x1680,  0x180e,  0x2003,   0x2028, 0x202f,
+        0x3000, 0x200b,  0x200d,  0xfeff,  '0',     '9',     0x663,   0x2163,   0xb2,   0xbd,
+        0x4e00, 0x6f22,  0x3005,  0x3007,  0x303b,  0x3006,  0x30fc,  0x30c6,   0x53ef, 0x3001,
+        0x1c5,  0x2b0,   0xaa,    0xdf,    0x130,   0x212a,  0x301,   0x308,    0x903,  0x20dd,
+        0xfe0f, 0x1f468, 0x1f3fd, '!',     '?',     '.',     '_',     '-',      '/',    '<',
+        '|',    '>',     '"',     '=',     0,       0x7f,    0xe01,   0xe32,    0xd55c, 0x939,
+        0x93f,  0xd7ff,  0xe000,  0x16ff0, 0x16fe3, 0x20000, 0xe0100, 0x10ffff,
     };
     uint64_t x = test_random(r);
     if (x % 5 > 0)
@@ -555,15 +559,28 @@ static void test_capacity(k3_tokenizer *t) {
 /* Invalid bytes stand alone; the valid text around them is encoded as if by itself. */
 static void test_invalid(k3_tokenizer *t) {
     static const char *const bad[] = {
-        "\x80",         "\xff",         "\xc0\xaf",         "\xc1\xbf",         "\xe0\x80\xaf",
-        "\xe0\x9f\xbf", "\xed\xa0\x80", "\xed\xbf\xbf",     "\xf0\x8f\xbf\xbf", "\xf4\x90\x80\x80",
-        "\xf5\x80",     "\xe4\xb8",     "\xf0\x9f\xa4",     "\xc3",             "\xf8\x88\x80\x80\x80",
+        "\x80",
+        "\xff",
+        "\xc0\xaf",
+        "\xc1\xbf",
+        "\xe0\x80\xaf",
+        "\xe0\x9f\xbf",
+        "\xed\xa0\x80",
+        "\xed\xbf\xbf",
+        "\xf0\x8f\xbf\xbf",
+        "\xf4\x90\x80\x80",
+        "\xf5\x80",
+        "\xe4\xb8",
+        "\xf0\x9f\xa4",
+        "\xc3",
+        "\xf8\x88\x80\x80\x80",
     };
     for (size_t k = 0; k < sizeof bad / sizeof *bad; k++) {
         const char *before = "The capital", *after = " of France";
         uint32_t got[64], want[64];
         char s[64];
-        size_t n_bad = strlen(bad[k]), n = (size_t)snprintf(s, sizeof s, "%s%s%s", before, bad[k], after);
+        size_t n_bad = strlen(bad[k]),
+               n = (size_t)snprintf(s, sizeof s, "%s%s%s", before, bad[k], after);
         int64_t n_want = k3_encode(t, before, strlen(before), K3_TEXT, want, 64, &err);
         for (size_t i = 0; i < n_bad; i++)
             want[n_want++] = t->byte_id[(uint8_t)bad[k][i]];
@@ -587,10 +604,15 @@ static void check_parts(const text_buf *b, const size_t *want, size_t n_want) {
 }
 
 static void test_parts(k3_tokenizer *t) {
-    text_buf a = repeat("a", 1, 60000), mixed = repeat("a ", 2, 800001), sep = repeat("\x1c\t", 2, 25002);
+    text_buf a = repeat("a", 1, 60000), mixed = repeat("a ", 2, 800001),
+             sep = repeat("\x1c\t", 2, 25002);
     check_parts(&a, (size_t[]){25000, 25000, 10000}, 3);
     check_parts(&mixed, (size_t[]){400000, 400000, 2}, 3);
     check_parts(&sep, (size_t[]){25000, 2}, 2); /* U+001C is space to Python, not to the pattern */
+    a.n = 50000; /* a cut inside a slice does not move the slice's end */
+    buf_add(&a, mixed.s + 1, 800000);
+    check_parts(&a, (size_t[]){25000, 375000, 400000, 50000}, 4);
+    memset(a.s, 'a', a.n);
     mixed.n = 390000;
     buf_add(&mixed, a.s, 60000); /* the slice ends before the run does; the count starts anew */
     check_parts(&mixed, (size_t[]){400000, 25000, 25000}, 3);
@@ -653,9 +675,33 @@ static void test_special_match(void) {
 
 static void test_hostile(k3_tokenizer *t) {
     static const char *const unit[] = {
-        "a", " ", "\xcc\x81", "\xe4\xb8\xad", "aA", "Aa", "'", "'s", "A", "<", "<|open|>", "<|open|",
-        "\n", "\r\n", " \n", "a ", "1", "!", "\xff", "\xc3", "\xe4\xb8", "\xe3\x80\x80", "\x1c",
-        "abcdefghij", "<|reserved_token_", "\xf0\x9f\xa4\x96", "\xce\xa9\xcc\x81",
+        "a",
+        " ",
+        "\xcc\x81",
+        "\xe4\xb8\xad",
+        "aA",
+        "Aa",
+        "'",
+        "'s",
+        "A",
+        "<",
+        "<|open|>",
+        "<|open|",
+        "\n",
+        "\r\n",
+        " \n",
+        "a ",
+        "1",
+        "!",
+        "\xff",
+        "\xc3",
+        "\xe4\xb8",
+        "\xe3\x80\x80",
+        "\x1c",
+        "abcdefghij",
+        "<|reserved_token_",
+        "\xf0\x9f\xa4\x96",
+        "\xce\xa9\xcc\x81",
     };
     for (size_t k = 0; k < sizeof unit / sizeof *unit; k++) {
         text_buf b = repeat(unit[k], strlen(unit[k]), 1u << 20);
@@ -722,8 +768,8 @@ static void test_utf8(void) {
         }
     for (int round = 0; round < 3000; round++) {
         char s[64];
-        static const uint8_t pool[] = {'a', 0x80, 0x8f, 0x90, 0x9f, 0xa0, 0xbf, 0xc2, 0xe0, 0xe4,
-                                       0xed, 0xf0, 0xf1, 0xf4, 0xf5, 0xff};
+        static const uint8_t pool[] = {'a',  0x80, 0x8f, 0x90, 0x9f, 0xa0, 0xbf, 0xc2,
+                                       0xe0, 0xe4, 0xed, 0xf0, 0xf1, 0xf4, 0xf5, 0xff};
         size_t n = test_random(&r) % sizeof s;
         for (size_t i = 0; i < n; i++)
             s[i] = (char)pool[test_random(&r) % sizeof pool];
@@ -736,7 +782,8 @@ static void test_utf8(void) {
     }
 }
 
-/* ---- Files that must be refused ---------------------------------------------------------------- */
+/* ---- Files that must be refused ----------------------------------------------------------------
+ */
 
 static void check_refused(const text_buf *ranks, const char *config, size_t n_config,
                           const char *want) {
@@ -754,9 +801,11 @@ static void check_refused(const text_buf *ranks, const char *config, size_t n_co
 static void test_bad_ranks(void) {
     static const char *const lines[][2] = {
         {"YWI= 5", "tiktoken.model line 257: rank 5 appears twice"},
-        {"YWI= 256\nYWI= 257", "tiktoken.model line 258: the bytes of rank 257 are those of rank 256"},
+        {"YWI= 256\nYWI= 257",
+         "tiktoken.model line 258: the bytes of rank 257 are those of rank 256"},
         {"YQ== 256", "tiktoken.model line 257: the bytes of rank 256 are those of rank 97"},
-        {"\r\n\nYWI= 300", "tiktoken.model line 259: rank 300, but 257 lines can only hold ranks 0 to 256"},
+        {"\r\n\nYWI= 300",
+         "tiktoken.model line 259: rank 300, but 257 lines can only hold ranks 0 to 256"},
         {"YWI=", "tiktoken.model line 257: not `base64 rank`"},
         {"YWI= ", "tiktoken.model line 257: not `base64 rank`"},
         {"YWI=  256", "tiktoken.model line 257: not `base64 rank`"},
@@ -784,11 +833,13 @@ static void test_bad_ranks(void) {
     check_refused(&ranks, NULL, 0, "tiktoken.model line 257: token of 4097 bytes, most is 4096");
     text_buf cut = byte_ranks();
     cut.n -= strlen("/w== 255\n");
-    check_refused(&cut, NULL, 0, "tiktoken.model: byte 0xff has no rank; the file is cut or is not "
-                                   "a byte-level vocabulary");
+    check_refused(&cut, NULL, 0,
+                  "tiktoken.model: byte 0xff has no rank; the file is cut or is not "
+                  "a byte-level vocabulary");
     buf_str(&empty, "\n\n");
-    check_refused(&empty, NULL, 0, "tiktoken.model: byte 0x00 has no rank; the file is cut or is not a "
-                                   "byte-level vocabulary");
+    check_refused(&empty, NULL, 0,
+                  "tiktoken.model: byte 0x00 has no rank; the file is cut or is not a "
+                  "byte-level vocabulary");
     free(ranks.s);
     free(cut.s);
     free(empty.s);
@@ -823,11 +874,13 @@ static void test_bad_config(void) {
         {"{\"added_tokens_decoder\":{", "tokenizer_config.json: cut short at byte *"},
         {"nonsense", "tokenizer_config.json: *"},
         {"{\"a\":1,}x", "tokenizer_config.json: *"},
-        {"[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", "tokenizer_config.json: nesting*"},
+        {"[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[",
+         "tokenizer_config.json: nesting*"},
         {"[]", "tokenizer_config.json: no object `added_tokens_decoder`"},
         {"null", "tokenizer_config.json: *"},
         {"{}", "tokenizer_config.json: no object `added_tokens_decoder`"},
-        {"{\"added_tokens_decoder\":[]}", "tokenizer_config.json: no object `added_tokens_decoder`"},
+        {"{\"added_tokens_decoder\":[]}",
+         "tokenizer_config.json: no object `added_tokens_decoder`"},
         {ADDED("") " {}", "tokenizer_config.json: more after the end of the object, at byte *"},
         {ADDED("\"256\":{\"content\":\"\xff\"}"), "tokenizer_config.json: *"},
         {ADDED("\"x\":{\"content\":\"y\"}"),
@@ -837,8 +890,10 @@ static void test_bad_config(void) {
         {ADDED("\"300\":{}"), "tokenizer_config.json: special id 300 has no string `content`"},
         {ADDED("\"300\":\"y\""), "tokenizer_config.json: special id 300 has no string `content`"},
         {ADDED("\"300\":null"), "tokenizer_config.json: special id 300 has no string `content`"},
-        {ADDED("\"300\":{\"content\":7}"), "tokenizer_config.json: special id 300 has no string `content`"},
-        {ADDED("\"255\":{\"content\":\"y\"}"), "tokenizer_config.json: special id 255 (y) is outside 256 to 511"},
+        {ADDED("\"300\":{\"content\":7}"),
+         "tokenizer_config.json: special id 300 has no string `content`"},
+        {ADDED("\"255\":{\"content\":\"y\"}"),
+         "tokenizer_config.json: special id 255 (y) is outside 256 to 511"},
         {ADDED("\"512\":{\"content\":\"<|im_end|>\"}"),
          "tokenizer_config.json: special id 512 (<|im_end|>) is outside 256 to 511"},
         {ADDED("\"512\":{\"content\":\"two\\nlines\\u001b\"}"),
@@ -863,8 +918,9 @@ static void test_bad_config(void) {
     k3_tokenizer *t = build(ranks.s, ranks.n, ADDED("") "\r\n\t ");
     k3_tokenizer_close(t);
     /* What the official file holds: a number no integer can. */
-    t = build(ranks.s, ranks.n, "{\"model_max_length\":1000000000000000019884624838656,"
-                                "\"added_tokens_decoder\":{\"511\":{\"content\":\"[PAD]\"}}}");
+    t = build(ranks.s, ranks.n,
+              "{\"model_max_length\":1000000000000000019884624838656,"
+              "\"added_tokens_decoder\":{\"511\":{\"content\":\"[PAD]\"}}}");
     k3_tokenizer_close(t);
     free(ranks.s);
     free(config.s);
@@ -889,7 +945,8 @@ static void test_files(void) {
         return;
     snprintf(path, sizeof path, "%s/%s", dir, RANKS_FILE);
     snprintf(config, sizeof config, "%s/%s", dir, CONFIG_FILE);
-    snprintf(want, sizeof want, "tiktoken.model: not in %s; put the file of the model's release there", dir);
+    snprintf(want, sizeof want,
+             "tiktoken.model: not in %s; put the file of the model's release there", dir);
     CHECK_EQ_INT(k3_tokenizer_open(&t, dir, &err), K3_EMODEL);
     CHECK_EQ_STR(err.text, want);
     CHECK(t == NULL);

@@ -1,0 +1,683 @@
+/* test_engine.c - one hash, end to end.
+ *
+ * Values by others: demo/bits.tsv (two independent programs), demo/golden.json (a torch forward),
+ * and scripts/reference.py (float64, written from the specification) over random checkpoints of
+ * several geometries. The engine is included, so that single layers can be fed the reference's
+ * own input and a fault can be planted.
+ *
+ *     test_engine DEMO_DIR SCRIPTS_DIR DATA_DIR [--quick]
+ *
+ * --quick is for emulators: fewer combinations, no reference runs.
+ */
+#include <stdlib.h>
+#ifdef __SSE2__
+#include <xmmintrin.h>
+#endif
+#define malloc(n) (n_mallocs++, malloc(n))
+#define calloc(n, m) (n_mallocs++, calloc(n, m))
+static long n_mallocs; /* allocations by the engine itself */
+#include "../k3.c"
+#undef malloc
+#undef calloc
+#include "test.h"
+
+static const char *demo_dir, *scripts_dir, *data_dir;
+static bool is_quick;
+
+#define MAX_IDS 1024
+
+typedef struct {
+    uint64_t ids, logits, trace;
+} hashes;
+
+/* ---- Running ---- */
+
+static k3_engine *open_model(const char *dir, const char *kernels, int n_threads, int chunk) {
+    k3_options o;
+    k3_error err;
+    k3_engine *e;
+    k3_options_default(&o);
+    o.model_dir = dir;
+    o.kernels = kernels;
+    o.n_threads = n_threads;
+    o.chunk = chunk;
+    if (k3_engine_open(&e, &o, &err) < 0) {
+        printf("open %s: %s\n", dir, err.text);
+        return NULL;
+    }
+    return e;
+}
+
+static void trace_add(void *user, uint64_t pos, uint32_t il, uint64_t fnv) {
+    (void)pos;
+    (void)il;
+    uint64_t *h = user;
+    *h = k3_fnv1a(*h, &fnv, sizeof fnv);
+}
+
+/* Prompt, then n_gen greedy ids without stopping, on a fresh timeline of `s`. */
+static int generate(k3_session *s, const uint32_t *prompt, size_t n_prompt, size_t n_gen,
+                    uint32_t *out, hashes *h) {
+    const k3_shape *sh = k3_engine_shape(s->e);
+    float *row = malloc(sh->vocab_size * sizeof *row);
+    k3_error err = {""};
+    *h = (hashes){K3_FNV_BASIS, K3_FNV_BASIS, K3_FNV_BASIS};
+    k3_session_reset(s);
+    k3_session_trace(s, trace_add, &h->trace);
+    int rc = k3_session_feed(s, prompt, n_prompt, K3_ROWS_LAST, row, &err);
+    for (size_t i = 0; rc == 0 && i < n_gen; i++) {
+        out[i] = k3_sample_greedy(row, sh->vocab_size);
+        h->ids = k3_fnv1a(h->ids, &out[i], sizeof out[i]);
+        h->logits = k3_fnv1a(h->logits, row, sh->vocab_size * sizeof *row);
+        if (i + 1 < n_gen) rc = k3_session_feed(s, &out[i], 1, K3_ROWS_LAST, row, &err);
+    }
+    if (rc < 0) printf("generate: %s\n", err.text);
+    free(row);
+    return rc;
+}
+
+/* ---- Golden prompts ---- */
+
+static size_t parse_ids(const char *text, uint32_t *ids) {
+    size_t n = 0;
+    for (char *end; *text >= '0' && *text <= '9' && n < MAX_IDS; text = *end == ',' ? end + 1 : end)
+        ids[n++] = (uint32_t)strtoul(text, &end, 10);
+    return n;
+}
+
+/* Line `index` of a TSV after the tab that ends its first column; false at the end. */
+static bool tsv_line(const char *path, int index, char *line, int cap, char **rest) {
+    FILE *f = fopen(path, "r");
+    bool is_found = false;
+    while (f && !is_found && fgets(line, cap, f)) {
+        char *tab;
+        is_found = strtol(line, &tab, 10) == index && *tab == '\t' && line[0] >= '0' && line[0] <= '9';
+        *rest = tab + 1;
+    }
+    if (f) fclose(f);
+    return is_found;
+}
+
+static size_t golden_prompt(int index, uint32_t *ids) {
+    char path[4096], line[8192], *rest;
+    snprintf(path, sizeof path, "%s/golden_prompts.tsv", data_dir);
+    return tsv_line(path, index, line, sizeof line, &rest) ? parse_ids(rest, ids) : 0;
+}
+
+static bool golden_hashes(int index, hashes *h) {
+    char path[4096], line[256], *rest;
+    snprintf(path, sizeof path, "%s/bits.tsv", demo_dir);
+    return tsv_line(path, index, line, sizeof line, &rest) &&
+           sscanf(rest, "%llx %llx %llx", (unsigned long long *)&h->ids, (unsigned long long *)&h->logits,
+                  (unsigned long long *)&h->trace) == 3;
+}
+
+#define N_GOLDEN 13
+
+/* Every published hash, with one kernel set, thread count and chunk. */
+static void test_golden(const char *kernels, int n_threads, int chunk, int first, int step_by) {
+    uint32_t prompt[MAX_IDS], out[32];
+    k3_error err;
+    k3_session *s;
+    k3_engine *e = open_model(demo_dir, kernels, n_threads, chunk);
+    if (!CHECK(e && k3_session_new(&s, e, 0, &err) == 0)) return;
+    for (int i = first; i < N_GOLDEN; i += step_by) {
+        hashes want, got;
+        size_t n = golden_prompt(i, prompt);
+        if (!CHECK(n > 0 && golden_hashes(i, &want))) break;
+        CHECK(generate(s, prompt, n, 32, out, &got) == 0);
+        bool is_same = got.ids == want.ids && got.logits == want.logits && got.trace == want.trace;
+        if (!CHECK(is_same)) printf("    prompt %d, %s, %d threads, chunk %d\n", i, kernels, n_threads, chunk);
+    }
+    k3_session_free(s);
+    k3_engine_close(e);
+}
+
+static void test_golden_all(void) {
+    static const int threads[] = {1, 2, 3}, chunks[] = {1, 7, 64};
+    for (const char *const *k = k3_kernels_linked(); *k; k++) {
+        if (!k3_kernels_is_supported(*k)) {
+            SKIP(*k);
+            continue;
+        }
+        bool is_slow = is_quick || strcmp(*k, "ref") == 0;
+        test_golden(*k, 1, 64, 0, is_quick ? 6 : 1);
+        for (int t = 0; t < 3; t++)
+            for (int c = 0; c < 3; c++)
+                if (!is_slow || t == c) test_golden(*k, threads[t], chunks[c], is_slow ? 0 : 2, is_slow ? 13 : 5);
+    }
+}
+
+/* The torch logits of three prompts. */
+static void test_golden_logits(void) {
+    char path[4096];
+    k3_error err;
+    snprintf(path, sizeof path, "%s/golden.json", demo_dir);
+    json_object *top = json_object_from_file(path), *cases, *ids, *row;
+    k3_engine *e = open_model(demo_dir, NULL, 0, 0);
+    k3_session *s;
+    int n_rows = 0;
+    if (!CHECK(top && e && json_object_object_get_ex(top, "cases", &cases) &&
+               k3_session_new(&s, e, 0, &err) == 0))
+        return;
+    size_t V = k3_engine_shape(e)->vocab_size;
+    float *logits = malloc(V * sizeof *logits);
+    for (size_t i = 0; i < json_object_array_length(cases); i++) {
+        json_object *c = json_object_array_get_idx(cases, i);
+        uint32_t prompt[MAX_IDS];
+        if (!json_object_object_get_ex(c, "last_prompt_logits", &row)) continue;
+        json_object_object_get_ex(c, "prompt_ids", &ids);
+        size_t n = json_object_array_length(ids);
+        for (size_t j = 0; j < n; j++)
+            prompt[j] = (uint32_t)json_object_get_int64(json_object_array_get_idx(ids, j));
+        k3_session_reset(s);
+        CHECK(k3_session_feed(s, prompt, n, K3_ROWS_LAST, logits, &err) == 0);
+        double worst = 0;
+        for (size_t v = 0; v < V; v++)
+            worst = fmax(worst, fabs(logits[v] - json_object_get_double(json_object_array_get_idx(row, v))));
+        if (!CHECK(worst < 5e-5)) printf("    case %zu: %g from the torch logits\n", i, worst);
+        n_rows++;
+    }
+    CHECK_EQ_INT(n_rows, 3);
+    free(logits);
+    k3_session_free(s);
+    k3_engine_close(e);
+    json_object_put(top);
+}
+
+/* ---- Against the float64 reference ---- */
+
+typedef struct {
+    uint32_t n_pos, n_layers, hidden, vocab, n_prompt, n_gen;
+    uint32_t ids[MAX_IDS];
+    float margin[64];
+    float *logits; /* [n_pos][vocab] */
+    FILE *f;       /* at the first layer record */
+} trace_file;
+
+static bool read_u32(FILE *f, uint32_t *to, size_t n) { return fread(to, 4, n, f) == n; }
+static bool read_f32(FILE *f, float *to, size_t n) { return fread(to, 4, n, f) == n; }
+
+static bool trace_open(trace_file *t, const char *path) {
+    char magic[4];
+    uint32_t version;
+    t->f = fopen(path, "rb");
+    if (!t->f || fread(magic, 1, 4, t->f) != 4 || memcmp(magic, "K3RT", 4) != 0) return false;
+    if (!read_u32(t->f, &version, 1) || version != 1 || !read_u32(t->f, &t->n_pos, 6)) return false;
+    if (t->n_prompt + t->n_gen > MAX_IDS || t->n_gen > 64) return false;
+    t->logits = malloc((size_t)t->n_pos * t->vocab * sizeof(float));
+    return read_u32(t->f, t->ids, t->n_prompt + t->n_gen) && read_f32(t->f, t->margin, t->n_gen) &&
+           read_f32(t->f, t->logits, (size_t)t->n_pos * t->vocab);
+}
+
+/* The next record: blocks and P before a layer, and what should come out. */
+static bool trace_layer(trace_file *t, struct scratch *b, size_t chunk, uint32_t *n_blocks, float *want) {
+    size_t n = (size_t)t->n_pos * t->hidden;
+    if (!read_u32(t->f, n_blocks, 1)) return false;
+    for (uint32_t j = 0; j < *n_blocks; j++)
+        if (!read_f32(t->f, b->blocks + j * chunk * t->hidden, n)) return false;
+    return read_f32(t->f, b->P, n) && (!want || read_f32(t->f, want, n));
+}
+
+/* Each layer fed the reference's own input agrees to 1e-5 of its largest output. */
+static void test_layers(k3_session *s, trace_file *t, const char *name) {
+    k3_engine *e = s->e;
+    k3_error err = {""};
+    size_t n = (size_t)t->n_pos * t->hidden;
+    float *want = malloc(n * sizeof *want);
+    step st = {.e = e, .s = s, .b = e->scratch, .k = e->kern, .T = t->n_pos, .pos = 0, .err = &err};
+    k3_session_reset(s);
+    for (uint32_t il = 0; il < t->n_layers; il++) {
+        if (!CHECK(trace_layer(t, e->scratch, (size_t)e->chunk, &st.n_blocks, want))) break;
+        if (!CHECK(forward_layer(&st, il) == 0)) printf("    %s\n", err.text);
+        double worst = 0, most = 0;
+        for (size_t i = 0; i < n; i++) {
+            worst = fmax(worst, fabs((double)e->scratch->P[i] - want[i]));
+            most = fmax(most, fabs((double)want[i]));
+        }
+        if (!CHECK(worst <= 1e-5 * most)) printf("    %s layer %u: %g of %g\n", name, il, worst, most);
+    }
+    float *row = malloc(t->vocab * sizeof *row), *head = malloc(t->vocab * sizeof *head);
+    if (CHECK(trace_layer(t, e->scratch, (size_t)e->chunk, &st.n_blocks, NULL))) {
+        fseek(t->f, (long)((size_t)(t->n_pos - 1) * t->vocab * sizeof(float)), SEEK_CUR);
+        CHECK(read_f32(t->f, head, t->vocab) && forward_head(&st, 1, row) == 0);
+        double worst = 0, most = 0;
+        for (size_t i = 0; i < t->vocab; i++) {
+            worst = fmax(worst, fabs((double)row[i] - head[i]));
+            most = fmax(most, fabs((double)head[i]));
+        }
+        if (!CHECK(worst <= 1e-5 * most)) printf("    %s head: %g of %g\n", name, worst, most);
+    }
+    free(want);
+    free(row);
+    free(head);
+}
+
+/* End to end: logits to 2e-4 of their range, greedy ids the same unless the margin is less. */
+static void test_end_to_end(k3_session *s, const trace_file *t, const char *name) {
+    size_t V = t->vocab;
+    float *row = malloc((size_t)t->n_pos * V * sizeof *row);
+    k3_error err = {""};
+    k3_session_reset(s);
+    if (!CHECK(k3_session_feed(s, t->ids, t->n_prompt, K3_ROWS_ALL, row, &err) == 0)) printf("    %s\n", err.text);
+    for (uint32_t p = t->n_prompt; p < t->n_pos; p++)
+        CHECK(k3_session_feed(s, &t->ids[p], 1, K3_ROWS_LAST, row + p * V, &err) == 0);
+    double lo = INFINITY, hi = -INFINITY, worst = 0;
+    for (size_t i = 0; i < t->n_pos * V; i++) {
+        lo = fmin(lo, t->logits[i]);
+        hi = fmax(hi, t->logits[i]);
+        worst = fmax(worst, fabs((double)row[i] - t->logits[i]));
+    }
+    if (!CHECK(worst <= 2e-4 * (hi - lo))) printf("    %s: logits %g apart, range %g\n", name, worst, hi - lo);
+    for (uint32_t i = 0; i < t->n_gen; i++) {
+        uint32_t id = k3_sample_greedy(row + (t->n_prompt - 1 + i) * V, V);
+        if (t->margin[i] > 2e-4 * (hi - lo)) CHECK_EQ_INT(id, t->ids[t->n_prompt + i]);
+    }
+    free(row);
+}
+
+/* The same model and prompt through every kernel set, thread count and chunk. */
+static void test_same_bits(const char *dir, const uint32_t *prompt, size_t n, size_t n_gen, const char *name) {
+    static const int threads[] = {1, 2, 3}, chunks[] = {1, 7, 64};
+    hashes first = {0, 0, 0};
+    for (const char *const *k = k3_kernels_linked(); *k; k++)
+        for (int t = 0; k3_kernels_is_supported(*k) && t < 3; t++)
+            for (int c = 0; c < 3; c++) {
+                uint32_t out[64];
+                k3_error err;
+                hashes h;
+                k3_session *s;
+                bool is_slow = is_quick || strcmp(*k, "ref") == 0;
+                if (is_slow && (t != c || (t == 1 && n > 200))) continue;
+                k3_engine *e = open_model(dir, *k, threads[t], chunks[c]);
+                if (!CHECK(e && k3_session_new(&s, e, 0, &err) == 0)) return;
+                CHECK(generate(s, prompt, n, n_gen, out, &h) == 0);
+                if (first.ids == 0) first = h;
+                if (!CHECK(memcmp(&h, &first, sizeof h) == 0))
+                    printf("    %s: %s, %d threads, chunk %d\n", name, *k, threads[t], chunks[c]);
+                k3_session_free(s);
+                k3_engine_close(e);
+            }
+}
+
+static bool run_reference(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
+static bool run_reference(const char *fmt, ...) {
+    char args[8192], command[12800];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(args, sizeof args, fmt, ap);
+    va_end(ap);
+    snprintf(command, sizeof command, "%s '%s/reference.py' %s >/dev/null 2>&1",
+             getenv("PYTHON") ? getenv("PYTHON") : "/usr/bin/python3", scripts_dir, args);
+    return system(command) == 0;
+}
+
+static void test_preset(const char *tmp, const char *preset) {
+    char dir[4096], trace[4200];
+    trace_file t = {.f = NULL};
+    k3_error err;
+    k3_session *s;
+    snprintf(dir, sizeof dir, "%s/%s", tmp, preset);
+    snprintf(trace, sizeof trace, "%s/trace.bin", dir);
+    if (!CHECK(run_reference("make '%s' --preset %s", dir, preset)) ||
+        !CHECK(run_reference("run '%s' --ids 3,7,11,5,9,200,17,42,99,3,250,8 --tokens 4 --out '%s'", dir, trace)))
+        return;
+    k3_engine *e = open_model(dir, NULL, 0, 0);
+    if (!CHECK(e && trace_open(&t, trace) && k3_session_new(&s, e, 0, &err) == 0)) return;
+    test_layers(s, &t, preset);
+    test_end_to_end(s, &t, preset);
+    k3_session_free(s);
+    k3_engine_close(e);
+    test_same_bits(dir, t.ids, t.n_prompt, 8, preset);
+    fclose(t.f);
+    free(t.logits);
+}
+
+/* The demo over 300 positions: a second softmax block in MLA. */
+static void test_second_block(const char *tmp) {
+    char trace[4200], list[4096] = "";
+    uint32_t ids[300];
+    uint64_t seed = 7;
+    size_t at = 0;
+    for (size_t i = 0; i < 300; i++) {
+        ids[i] = (uint32_t)(test_random(&seed) % 1700);
+        at += (size_t)snprintf(list + at, sizeof list - at, "%s%u", i ? "," : "", ids[i]);
+    }
+    test_same_bits(demo_dir, ids, is_quick ? 260 : 300, 4, "two MLA blocks");
+    snprintf(trace, sizeof trace, "%s/long.bin", tmp);
+    if (is_quick || !CHECK(run_reference("run '%s' --ids %s --tokens 2 --out '%s'", demo_dir, list, trace))) return;
+    trace_file t = {.f = NULL};
+    k3_session *s;
+    k3_error err;
+    k3_engine *e = open_model(demo_dir, NULL, 0, 512);
+    if (!CHECK(e && trace_open(&t, trace) && k3_session_new(&s, e, 0, &err) == 0)) return;
+    test_layers(s, &t, "two MLA blocks");
+    test_end_to_end(s, &t, "two MLA blocks");
+    k3_session_free(s);
+    k3_engine_close(e);
+    fclose(t.f);
+    free(t.logits);
+}
+
+static void test_reference(void) {
+    static const char *const preset[] = {"short", "odd", "wide", "pad", "heavy", "flat"};
+    char tmp[] = "/tmp/k3-test-XXXXXX", command[64];
+    if (!is_quick && !run_reference("--help")) {
+        SKIP("reference.py: python3 with numpy is missing (install python3-numpy)");
+        return;
+    }
+    if (!CHECK(mkdtemp(tmp) != NULL)) return;
+    test_second_block(tmp);
+    for (size_t i = 0; !is_quick && i < sizeof preset / sizeof *preset; i++) test_preset(tmp, preset[i]);
+    snprintf(command, sizeof command, "rm -rf '%s'", tmp);
+    CHECK(system(command) == 0);
+}
+
+/* ---- The engine as an object ---- */
+
+typedef struct {
+    uint64_t fnv[MAX_IDS];
+    size_t n;
+} trace_list;
+
+static void trace_keep(void *user, uint64_t pos, uint32_t il, uint64_t fnv) {
+    (void)pos;
+    (void)il;
+    trace_list *t = user;
+    if (t->n < MAX_IDS) t->fnv[t->n++] = fnv;
+}
+
+static void trace_run(k3_session *s, trace_list *t) {
+    static const uint32_t ids[] = {343, 336, 327, 444};
+    k3_error err;
+    t->n = 0;
+    k3_session_reset(s);
+    k3_session_trace(s, trace_keep, t);
+    CHECK(k3_session_feed(s, ids, 4, K3_ROWS_NONE, NULL, &err) == 0);
+}
+
+/* One flipped weight bit shows first at its own layer. */
+static void test_planted_fault(void) {
+    static const struct {
+        uint32_t il;
+        enum tensor t;
+    } plant[] = {{0, T_UP}, {2, T_KDA_O}, {4, T_F_B}, {7, T_MLA_G}, {8, T_SH_DOWN}};
+    k3_engine *e = open_model(demo_dir, NULL, 1, 0);
+    k3_session *s;
+    k3_error err;
+    trace_list good, bad;
+    if (!CHECK(e && k3_session_new(&s, e, 0, &err) == 0)) return;
+    uint32_t L = k3_engine_shape(e)->n_layers;
+    trace_run(s, &good);
+    CHECK_EQ_INT(good.n, 4 * L);
+    for (size_t i = 0; i < sizeof plant / sizeof *plant; i++) {
+        uint16_t *w = (uint16_t *)(uintptr_t)e->layers[plant[i].il].m[plant[i].t];
+        size_t at = 0;
+        while ((w[at] & 0x7f80) < 0x3c00) at++; /* a weight that matters */
+        w[at] ^= 1;
+        trace_run(s, &bad);
+        w[at] ^= 1;
+        uint32_t first = L;
+        for (uint32_t il = L; il-- > 0;)
+            for (size_t t = 0; t < 4; t++)
+                if (good.fnv[t * L + il] != bad.fnv[t * L + il]) first = il;
+        CHECK_EQ_INT(first, plant[i].il);
+    }
+    k3_session_free(s);
+    k3_engine_close(e);
+}
+
+/* Two timelines of one engine, taken in turn, are what each is alone; few slots change nothing. */
+static void test_sessions(void) {
+    uint32_t a[MAX_IDS], b[MAX_IDS], out[32];
+    size_t na = golden_prompt(0, a), nb = golden_prompt(7, b);
+    k3_error err;
+    hashes want, got;
+    k3_session *s[2];
+    k3_engine *e = open_model(demo_dir, NULL, 0, 5);
+    if (!CHECK(e && golden_hashes(7, &want) && k3_session_new(&s[0], e, 0, &err) == 0 &&
+               k3_session_new(&s[1], e, 200, &err) == 0))
+        return;
+    CHECK(k3_session_feed(s[0], a, na, K3_ROWS_NONE, NULL, &err) == 0);
+    CHECK(generate(s[1], b, nb, 32, out, &got) == 0 && got.logits == want.logits);
+    CHECK(golden_hashes(0, &want) && generate(s[0], a, na, 32, out, &got) == 0 && got.logits == want.logits);
+    CHECK_EQ_INT(k3_session_pos(s[0]), na + 31);
+
+    for (uint32_t n_slots = 1; n_slots <= 3; n_slots++) {
+        for (uint32_t il = e->sh.n_dense; il < e->sh.n_layers; il++) {
+            layer_store *st = &e->stores[il];
+            for (uint32_t i = 0; i < st->n_slots; i++) st->slots[i].is_full = false;
+            memset(st->slot_of, 0xff, e->sh.n_experts * sizeof *st->slot_of);
+            st->n_slots = n_slots;
+        }
+        uint64_t loads = e->expert_loads;
+        CHECK(generate(s[0], a, na, 32, out, &got) == 0 && got.logits == want.logits);
+        CHECK(e->expert_loads - loads > 32);
+    }
+    for (uint32_t il = e->sh.n_dense; il < e->sh.n_layers; il++) e->stores[il].n_slots = e->sh.n_experts;
+    k3_session_free(s[0]);
+    k3_session_free(s[1]);
+    CHECK(e->mem.used > 0);
+    k3_engine_close(e);
+}
+
+/* Misuse is refused before anything is run, and the session goes on. */
+static void test_misuse(void) {
+    uint32_t ids[MAX_IDS], big = 2048, out[32];
+    size_t n = golden_prompt(0, ids);
+    k3_error err;
+    hashes want, got;
+    k3_session *s;
+    k3_engine *e = open_model(demo_dir, NULL, 0, 0);
+    if (!CHECK(e && k3_session_new(&s, e, 40, &err) == 0 && golden_hashes(0, &want))) return;
+    CHECK_EQ_INT(k3_session_feed(s, ids, 0, K3_ROWS_NONE, NULL, &err), K3_EUSAGE);
+    CHECK_EQ_INT(k3_session_feed(s, &big, 1, K3_ROWS_NONE, NULL, &err), K3_EUSAGE);
+    CHECK(strstr(err.text, "2048") != NULL);
+    CHECK_EQ_INT(k3_session_feed(s, ids, 41, K3_ROWS_NONE, NULL, &err), K3_EFULL);
+    CHECK(strstr(err.text, "--context") != NULL);
+    CHECK(generate(s, ids, n, 32, out, &got) == 0 && got.logits == want.logits);
+    k3_session_free(s);
+    CHECK_EQ_INT(k3_session_new(&s, e, 1 << 20, &err), K3_EUSAGE);
+    k3_engine_close(e);
+
+    k3_options o;
+    k3_options_default(&o);
+    o.model_dir = demo_dir;
+    o.kernels = "avx99";
+    CHECK_EQ_INT(k3_engine_open(&e, &o, &err), K3_EUSAGE);
+    CHECK(strstr(err.text, "ref") != NULL);
+    o.kernels = NULL;
+    o.ram_bytes = 1 << 20;
+    CHECK_EQ_INT(k3_engine_open(&e, &o, &err), K3_EBUDGET);
+    CHECK(strstr(err.text, "--ram") != NULL);
+}
+
+/* NaN, overflow of the exact sum: named, never hashed; the session is over until reset. */
+static void test_numeric_errors(void) {
+    static const uint32_t ids[] = {343, 336};
+    k3_error err;
+    k3_session *s;
+    float row[2048];
+    k3_engine *e = open_model(demo_dir, NULL, 2, 0);
+    if (!CHECK(e && k3_session_new(&s, e, 0, &err) == 0)) return;
+    uint16_t *w = (uint16_t *)(uintptr_t)e->layers[3].m[T_MLA_O], keep = w[0];
+    w[0] = 0x7fc0;
+    CHECK_EQ_INT(k3_session_feed(s, ids, 2, K3_ROWS_LAST, row, &err), K3_ENUMERIC);
+    CHECK(strstr(err.text, "layer 3") != NULL);
+    w[0] = keep;
+    CHECK_EQ_INT(k3_session_feed(s, ids, 2, K3_ROWS_LAST, row, &err), K3_EUSAGE);
+    k3_session_reset(s);
+    CHECK_EQ_INT(k3_session_feed(s, ids, 2, K3_ROWS_LAST, row, &err), 0);
+
+    float *bias = (float *)(uintptr_t)e->layers[5].v[T_ROUTER_BIAS];
+    float keep_bias = bias[9];
+    bias[9] = INFINITY;
+    k3_session_reset(s);
+    CHECK_EQ_INT(k3_session_feed(s, ids, 2, K3_ROWS_LAST, row, &err), K3_ENUMERIC);
+    CHECK(strstr(err.text, "layer 5, router") && strstr(err.text, "expert 9"));
+    bias[9] = keep_bias;
+
+    for (uint32_t ie = 0; ie < e->sh.n_experts; ie++) { /* w2's scales at 2^73: terms over 2^17 */
+        expert_view x;
+        CHECK_EQ_INT(store_pin(e, 6, ie, 0.0f, &x, &err), 0);
+        memset((uint8_t *)(uintptr_t)x.p[W2_SCALE], 200, expert_tensor_bytes(&e->sh, W2_SCALE));
+        store_unpin(e, 6, ie);
+    }
+    k3_session_reset(s);
+    CHECK_EQ_INT(k3_session_feed(s, ids, 2, K3_ROWS_LAST, row, &err), K3_ENUMERIC);
+    CHECK(strstr(err.text, "layer 6, expert ") && strstr(err.text, "2^17"));
+    k3_session_free(s);
+    k3_engine_close(e);
+}
+
+/* A caller with flush-to-zero on gets the same bits, and its own state back; a token allocates
+ * nothing. */
+static void test_state_and_allocations(void) {
+    uint32_t ids[MAX_IDS], out[32];
+    size_t n = golden_prompt(3, ids);
+    k3_error err;
+    hashes want, got;
+    k3_session *s;
+    k3_engine *e = open_model(demo_dir, NULL, 2, 3);
+    if (!CHECK(e && k3_session_new(&s, e, 0, &err) == 0 && golden_hashes(3, &want))) return;
+    uint64_t plain = fp_save();
+#if defined(__SSE2__)
+    uint64_t ftz = plain | 0x8040;
+#else
+    uint64_t ftz = plain | 1u << 24;
+#endif
+    fp_restore(ftz);
+    CHECK(generate(s, ids, n, 32, out, &got) == 0);
+    CHECK_EQ_INT(fp_save() & ~0x3fu, ftz & ~0x3fu); /* but for the sticky flags */
+    fp_restore(plain);
+    CHECK(got.logits == want.logits && got.trace == want.trace);
+
+    float row[2048];
+    k3_session_trace(s, NULL, NULL);
+    long before = n_mallocs;
+    for (int i = 0; i < 8; i++) CHECK(k3_session_feed(s, ids, 1, K3_ROWS_LAST, row, &err) == 0);
+    CHECK_EQ_INT(n_mallocs, before);
+    k3_session_free(s);
+    k3_engine_close(e);
+}
+
+/* ---- Small parts ---- */
+
+static void test_oracle(void) {
+    CHECK(k3_fnv1a(K3_FNV_BASIS, "", 0) == 0xcbf29ce484222325u);
+    CHECK(k3_fnv1a(K3_FNV_BASIS, "a", 1) == 0xaf63dc4c8601ec8cu);
+    CHECK(k3_fnv1a(K3_FNV_BASIS, "foobar", 6) == 0x85944171f73967e8u);
+    CHECK(fma_is_exact());
+}
+
+/* Exact ties go to the lower id; the weights are normalised in ascending id order. */
+static void test_router(void) {
+    k3_shape sh = {.n_experts = 40, .top_k = 4, .routed_scale = 1.0f};
+    float logit[40] = {0}, bias[40] = {0}, w[4];
+    uint32_t id[4];
+    logit[30] = 1.0f;
+    logit[12] = logit[20] = logit[25] = 0.5f;
+    CHECK_EQ_INT(route(&k3_kernels_ref, &sh, logit, bias, id, w), -1);
+    CHECK(id[0] == 12 && id[1] == 20 && id[2] == 25 && id[3] == 30);
+    memset(logit, 0, sizeof logit);
+    CHECK_EQ_INT(route(&k3_kernels_ref, &sh, logit, bias, id, w), -1);
+    CHECK(id[0] == 0 && id[1] == 1 && id[2] == 2 && id[3] == 3);
+    CHECK(w[0] == 0.5f / (2.0f + 1e-20f));
+    memset(logit, 0, sizeof logit);
+    bias[3] = -0.0f; /* -0 equals +0 */
+    bias[39] = 0.2f; /* sigmoid(-1) + 0.2 is below 0.5 */
+    logit[39] = -1.0f;
+    CHECK_EQ_INT(route(&k3_kernels_ref, &sh, logit, bias, id, w), -1);
+    CHECK(id[0] == 0 && id[1] == 1 && id[2] == 2 && id[3] == 3);
+    bias[39] = 0.5f; /* chosen by its bias, weighted without it */
+    memset(logit, 0, sizeof logit);
+    logit[39] = -1.0f;
+    CHECK_EQ_INT(route(&k3_kernels_ref, &sh, logit, bias, id, w), -1);
+    CHECK(id[3] == 39 && w[3] < w[0]);
+    logit[7] = NAN;
+    CHECK_EQ_INT(route(&k3_kernels_ref, &sh, logit, bias, id, w), 7);
+}
+
+/* NUMERICS 6 written naively: repeated selection instead of a sort. */
+static uint32_t sample_naive(const k3_sampler *sp, const float *logits, uint32_t V, uint64_t pos) {
+    static float l[512], e[512];
+    static uint32_t order[512];
+    static bool is_used[512], is_kept[512];
+    memset(is_used, 0, sizeof is_used);
+    memset(is_kept, 0, sizeof is_kept);
+    for (uint32_t i = 0; i < V; i++) l[i] = logits[i] / sp->temperature;
+    uint32_t n = sp->top_k && sp->top_k < V ? sp->top_k : V;
+    for (uint32_t r = 0; r < n; r++) {
+        uint32_t best = V;
+        for (uint32_t i = 0; i < V; i++)
+            if (!is_used[i] && (best == V || l[i] > l[best])) best = i;
+        is_used[best] = true;
+        order[r] = best;
+        e[best] = k3_exp(l[best] - l[order[0]]);
+    }
+    float total = e[order[0]], sum = e[order[0]], kept = 0;
+    for (uint32_t r = 1; r < n; r++) total = total + e[order[r]];
+    uint32_t n_kept = 1;
+    while (sp->top_p < 1.0f && n_kept < n && !(sum >= sp->top_p * total)) sum = sum + e[order[n_kept++]];
+    if (!(sp->top_p < 1.0f)) n_kept = n;
+    for (uint32_t r = 0; r < n_kept; r++) is_kept[order[r]] = true;
+    bool is_first = true;
+    for (uint32_t i = 0; i < V; i++)
+        if (is_kept[i]) kept = is_first ? e[i] : kept + e[i], is_first = false;
+    uint64_t state = sp->seed + pos * 0x9e3779b97f4a7c15u; /* test_random adds the last step */
+    float u = (float)(test_random(&state) >> 40) * 0x1p-24f;
+    float target = u * kept, run = 0;
+    uint32_t last = 0;
+    is_first = true;
+    for (uint32_t i = 0; i < V; i++) {
+        if (!is_kept[i]) continue;
+        run = is_first ? e[i] : run + e[i];
+        is_first = false;
+        last = i;
+        if (run > target) return i;
+    }
+    return last;
+}
+
+static void test_sampler(void) {
+    enum { V = 300 };
+    float logits[V];
+    void *scratch = malloc(k3_sample_scratch(V));
+    uint64_t seed = 11;
+    int n_same = 0, n_varied = 0;
+    CHECK(sample_uniform(0, 0) == (float)(0xe220a8397b1dcdafu >> 40) * 0x1p-24f); /* splitmix64(0) */
+    for (uint64_t pos = 0; pos < 400; pos++) {
+        k3_sampler sp = {0.3f + (float)(pos % 5) * 0.4f, pos % 3 ? 0.9f : 1.0f, pos % 4 ? 0 : 17, pos / 7};
+        for (int i = 0; i < V; i++) logits[i] = (float)(test_random(&seed) % 64) / 8.0f; /* many ties */
+        uint32_t got = k3_sample(&sp, logits, V, pos, scratch);
+        n_same += got == sample_naive(&sp, logits, V, pos);
+        n_varied += got != k3_sample_greedy(logits, V);
+    }
+    CHECK_EQ_INT(n_same, 400);
+    CHECK(n_varied > 100);
+    k3_sampler greedy = {0.0f, 1.0f, 0, 5};
+    logits[7] = logits[9] = 1000.0f;
+    CHECK_EQ_INT(k3_sample(&greedy, logits, V, 3, scratch), 7);
+    free(scratch);
+}
+
+int main(int argc, char **argv) {
+    test_begin("engine");
+    if (argc < 4) return fprintf(stderr, "usage: test_engine DEMO_DIR SCRIPTS_DIR DATA_DIR [--quick]\n"), 2;
+    demo_dir = argv[1];
+    scripts_dir = argv[2];
+    data_dir = argv[3];
+    is_quick = argc > 4 && strcmp(argv[4], "--quick") == 0;
+    test_oracle();
+    test_router();
+    test_sampler();
+    test_golden_all();
+    test_golden_logits();
+    test_planted_fault();
+    test_sessions();
+    test_misuse();
+    test_numeric_errors();
+    test_state_and_allocations();
+    test_reference();
+    return test_finish();
+}
