@@ -1,56 +1,140 @@
-# k3 - build, test, measure. Plain `make` builds; `make help` lists the rest.
-# V=1 shows the commands. CC, CFLAGS and LDFLAGS are yours; the flags that fix the
-# bits (NUMERICS 1) come after yours and win.
+# k3: plain `make` builds build/k3; `make help` lists the rest. V=1 shows the commands.
+#
+# CC, CFLAGS, LDFLAGS and BUILD are yours. The flags that fix the bits (docs/NUMERICS.md 1)
+# come after yours and win; instruction sets are chosen at run time, so no -march is needed.
 
-CC      ?= cc
-CFLAGS  ?= -O3 -g
-BUILD   ?= build
-V       ?= 0
-Q        = $(if $(filter 1,$(V)),,@)
+CC     ?= cc
+CFLAGS ?= -O3 -g
+BUILD  ?= build
+PREFIX ?= /usr/local
+V      ?= 0
+Q       = $(if $(filter 1,$(V)),,@)
+say     = @echo "  $(1)"
 
-# The bits: no contraction, no fast-math, C99. -fno-math-errno changes no value and lets
-# rintf, sqrtf and fmaf inline.
-K3_BITS  = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errno \
-           -fno-trapping-math
-K3_WARN  = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes \
-           -Wno-unused-function
-K3_OMP  ?= -fopenmp
-K3_LIBS  = -lpcre2-8 -ljson-c -lm
+# The bits: C99, no contraction, no fast-math. The last two change no value and let rintf,
+# sqrtf and llrintf become instructions.
+K3_BITS = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errno \
+          -fno-trapping-math
+K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
+K3_OMP ?= -fopenmp
+K3_LIBS = -lpcre2-8 -ljson-c -lpthread -lm
 
-# Kernel sets of the machine that will run it.
-K3_ARCH := $(shell $(CC) -dumpmachine)
-ifneq (,$(filter x86_64%,$(K3_ARCH)))
-K3_SETS  = avx2 avx512
-else ifneq (,$(filter aarch64%,$(K3_ARCH)))
-K3_SETS  = neon
-endif
-K3_FLAGS_avx2   = -mavx2 -mfma -mf16c
-K3_FLAGS_avx512 = -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512
+# Kernel sets of the machine that will run it, each with its own flags and no other file's.
+K3_TARGET := $(shell $(CC) -dumpmachine)
+K3_SETS   := $(if $(filter x86_64%,$(K3_TARGET)),avx2 avx512,$(if $(filter aarch64%,$(K3_TARGET)),neon))
+K3_FLAGS_avx2   = -mavx2 -mfma
+K3_FLAGS_avx512 = -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma \
+                  -mprefer-vector-width=512
 K3_FLAGS_neon   =
 
-ALL_CFLAGS = $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_OMP) $(K3_SAN) $(K3_SETS:%=-DK3_HAVE_%) -DK3_DEMO_DIR='"$(abspath demo)"' -MMD -MP
+ALL_CFLAGS = $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_OMP) $(K3_SAN) $(K3_SETS:%=-DK3_HAVE_%) -MMD -MP
+DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/k3/demo"'
 
-K3_OBJ  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(K3_SETS:%=$(BUILD)/kernels_%.o)
+KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
+ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(KERNELS)
+TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model
+REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index
 
-.PHONY: all clean
+.PHONY: all demo test test-model test-big asan tsan neon fuzz bench golden install clean help
 all: $(BUILD)/k3
 
-$(BUILD)/k3: $(BUILD)/k3_cli.o $(K3_OBJ)
-	@echo "  LD   $@"
+help:
+	@echo "make             build $(BUILD)/k3 ($(CC), $(K3_TARGET): ref $(K3_SETS))"
+	@echo "make demo        install what is missing, build, run the bundled model"
+	@echo "make test        all tests that need no big weights and no network"
+	@echo "make test-model  the tests of a real directory: MODEL=DIR"
+	@echo "make test-big    exp, tanh, sigmoid over every f32 input (minutes)"
+	@echo "make asan tsan   the tests under AddressSanitizer + UBSan, ThreadSanitizer"
+	@echo "make neon        cross-build for AArch64 and test under qemu-user"
+	@echo "make fuzz        a minute on each fuzz target (clang)"
+	@echo "make bench       tokens per second on the bundled model, then the kernels"
+	@echo "make install     to PREFIX ($(PREFIX))"
+	@echo "make clean       remove $(BUILD)*"
+	@echo "Variables: CC CFLAGS LDFLAGS BUILD PREFIX V=1"
+
+$(BUILD)/k3: $(BUILD)/k3_cli.o $(ENGINE)
+	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $^ $(K3_LIBS)
 
 $(BUILD)/kernels_%.o: kernels_%.c | $(BUILD)
-	@echo "  CC   $<"
+	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(K3_FLAGS_$*) -c -o $@ $<
 
+$(BUILD)/k3_cli.o: k3_cli.c | $(BUILD)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(DEMO_DIRS) -c -o $@ $<
+
 $(BUILD)/%.o: %.c | $(BUILD)
-	@echo "  CC   $<"
+	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -c -o $@ $<
+
+# Tests that include the file under test; unused statics are then no fault.
+$(BUILD)/test_engine $(BUILD)/test_model: $(BUILD)/%: tests/%.c $(KERNELS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(KERNELS) $(K3_LIBS)
+
+$(BUILD)/test_text: tests/test_text.c | $(BUILD)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(K3_LIBS)
+
+$(BUILD)/test_kernels: tests/test_kernels.c $(BUILD)/k3.o $(KERNELS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $^ $(K3_LIBS)
+
+$(BUILD)/replay_%: tests/fuzz_%.c tests/fuzz_replay.c $(KERNELS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $^ $(K3_LIBS)
 
 $(BUILD):
 	$(Q)mkdir -p $@
 
+demo:
+	$(Q)scripts/deps.sh build test
+	$(Q)$(MAKE) --no-print-directory all
+	$(BUILD)/k3 run "The capital of France is"
+
+test: all $(TESTS) $(REPLAYS)
+	$(Q)CC="$(CC)" BUILD=$(BUILD) tests/run.sh $(TEST_ARGS)
+
+test-model: all $(TESTS)
+	$(Q)test -n "$(MODEL)" || { echo "make test-model MODEL=DIR"; exit 2; }
+	$(Q)K3_TOKENIZER_DIR="$(MODEL)" $(BUILD)/test_text
+	$(BUILD)/k3 info --model "$(MODEL)"
+	$(BUILD)/k3 verify --golden --model "$(MODEL)"
+
+test-big: $(BUILD)/test_kernels
+	$(BUILD)/test_kernels --big
+
+# The sanitizers' builds are slow, so they take the shortened tests.
+asan:
+	$(Q)$(MAKE) --no-print-directory test BUILD=$(BUILD)-asan TEST_ARGS=--quick \
+	  CFLAGS="-O1 -g -fno-omit-frame-pointer" K3_SAN="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+
+tsan: K3_OMP =
+tsan:
+	$(Q)$(MAKE) --no-print-directory test BUILD=$(BUILD)-tsan TEST_ARGS=--quick \
+	  CFLAGS="-O1 -g" K3_SAN="-fsanitize=thread" CC=clang
+
+neon:
+	$(Q)tests/test_neon.sh
+
+fuzz:
+	$(Q)tests/fuzz.sh 60
+
+bench: all
+	$(BUILD)/k3 bench
+	$(BUILD)/k3 bench --kernels-only
+
+# The goldens come from other programs; this only shows whether they still hold.
+golden: $(BUILD)/test_engine
+	$(BUILD)/test_engine demo scripts tests/data
+
+install: all
+	install -d "$(DESTDIR)$(PREFIX)/bin" "$(DESTDIR)$(PREFIX)/share/k3/demo"
+	install -m 755 $(BUILD)/k3 "$(DESTDIR)$(PREFIX)/bin/k3"
+	install -m 644 demo/* "$(DESTDIR)$(PREFIX)/share/k3/demo/"
+
 clean:
-	rm -rf $(BUILD)
+	rm -rf $(BUILD) $(BUILD)-asan $(BUILD)-tsan $(BUILD)-neon $(BUILD)-fuzz $(BUILD)-builds
 
 -include $(wildcard $(BUILD)/*.d)

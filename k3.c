@@ -65,6 +65,12 @@
  * the process may have switched on flush-to-zero for all threads.
  */
 
+/* Names quoted from a file stay on one line and send no escapes to a terminal. */
+static void one_line(char *s) {
+    for (; *s; s++)
+        if ((unsigned char)*s < 0x20 || *s == 0x7f) *s = '?';
+}
+
 /* Fill `err` (which may be NULL) and return `status`. */
 static int fail(k3_error *err, int status, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)));
@@ -74,6 +80,7 @@ static int fail(k3_error *err, int status, const char *fmt, ...) {
         va_start(ap, fmt);
         vsnprintf(err->text, sizeof err->text, fmt, ap);
         va_end(ap);
+        one_line(err->text);
     }
     return status;
 }
@@ -266,7 +273,7 @@ static json_object *config_field(const config *c, const char *name, json_type ty
     }
     bool is_number = type == json_type_double && json_object_is_type(v, json_type_int);
     if (!json_object_is_type(v, type) && !is_number) {
-        fail(c->err, K3_EMODEL, "config.json: %s%s is %s, not a %s", c->prefix, name,
+        fail(c->err, K3_EMODEL, "config.json: %s%s is %s, not of type %s", c->prefix, name,
              json_object_to_json_string(v), json_type_to_name(type));
         return NULL;
     }
@@ -359,6 +366,7 @@ static int config_fixed(const config *c) {
         {"moe_layer_freq", "1"},
         {"num_expert_group", "1"},
         {"topk_group", "1"},
+        {"topk_method", "noaux_tc"},
         {"latent_moe_use_norm", "true"},
         {"tie_word_embeddings", "false"},
     };
@@ -465,9 +473,20 @@ static int config_consistent(const config *c, const k3_shape *sh) {
     if (sh->n_dense > sh->n_layers)
         return fail(c->err, K3_EMODEL, "config.json: first_k_dense_replace %u exceeds num_hidden_layers %u",
                     sh->n_dense, sh->n_layers);
-    if (!(sh->rms_eps > 0) || !(sh->situ_beta > 0) || !(sh->situ_linear_beta > 0))
-        return fail(c->err, K3_EMODEL,
-                    "config.json: rms_norm_eps and the activation betas must be above 0");
+    const struct {
+        const char *name;
+        float v;
+        bool is_below;
+    } sign[] = {
+        {"rms_norm_eps", sh->rms_eps, false},
+        {"activation_situ_beta", sh->situ_beta, false},
+        {"activation_situ_linear_beta", sh->situ_linear_beta, false},
+        {"linear_attn_config.gate_lower_bound", sh->gate_lower_bound, true}, /* decay <= 1 */
+    };
+    for (size_t i = 0; i < sizeof sign / sizeof *sign; i++)
+        if (!(sign[i].is_below ? sign[i].v < 0 : sign[i].v > 0))
+            return fail(c->err, K3_EMODEL, "config.json: %s%s is %g; it must be %s 0", c->prefix,
+                        sign[i].name, (double)sign[i].v, sign[i].is_below ? "below" : "above");
     return 0;
 }
 
@@ -526,35 +545,51 @@ static json_object *json_parse(const char *text, size_t n, int depth, const char
     return v;
 }
 
-#define CONFIG_MAX_BYTES (16u << 20)
+#define CONFIG_MAX_BYTES (256u << 10) /* the release's has 7 KB; json-c's tree is up to 260 times as large */
 
-/* Whole small file into malloc'd memory. ENOENT is the model's fault, the rest is I/O's. */
-static char *read_whole(const char *path, size_t max_bytes, size_t *n, k3_error *err) {
-    FILE *f = fopen(path, "rb");
-    if (!f) {
-        fail(err, K3_EIO, "%s: %s", path, strerror(errno));
-        return NULL;
-    }
-    char *buf = NULL;
+/* Open a regular file for reading; a FIFO is refused, not waited for. Returns the descriptor
+ * or a status with errno set (0: not a regular file). */
+static int file_open(const char *path, uint64_t *size, k3_error *err) {
     struct stat st;
-    if (fstat(fileno(f), &st) != 0 || !S_ISREG(st.st_mode)) {
-        fail(err, K3_EIO, "%s: not a regular file", path);
-    } else if ((uint64_t)st.st_size > max_bytes) {
-        fail(err, K3_EMODEL, "%s: %lld bytes, more than the %zu this file can sensibly have", path,
-             (long long)st.st_size, max_bytes);
-    } else if (!(buf = malloc((size_t)st.st_size + 1))) {
-        fail(err, K3_ENOMEM, "%s: out of memory", path);
-    } else {
-        *n = fread(buf, 1, (size_t)st.st_size, f);
-        buf[*n] = 0;
-        if (*n != (size_t)st.st_size) {
-            fail(err, K3_EIO, "%s: read %zu of %lld bytes", path, *n, (long long)st.st_size);
-            free(buf);
-            buf = NULL;
-        }
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) {
+        int why = errno;
+        fail(err, K3_EIO, "%s: %s", path, strerror(why));
+        errno = why;
+        return K3_EIO;
     }
-    fclose(f);
-    return buf;
+    if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
+        close(fd);
+        errno = 0;
+        return fail(err, K3_EIO, "%s: not a regular file", path);
+    }
+    *size = (uint64_t)st.st_size;
+    return fd;
+}
+
+/* Whole small file into malloc'd memory. */
+static int read_whole(const char *path, size_t max_bytes, char **out, size_t *n, k3_error *err) {
+    uint64_t size = 0;
+    int fd = file_open(path, &size, err), rc = 0;
+    if (fd < 0) return fd;
+    FILE *f = size <= max_bytes ? fdopen(fd, "rb") : NULL;
+    char *buf = f ? malloc((size_t)size + 1) : NULL;
+    *out = NULL;
+    if (size > max_bytes) {
+        rc = fail(err, K3_EMODEL, "%s: %llu bytes, more than the %zu this file can sensibly have", path,
+                  (unsigned long long)size, max_bytes);
+    } else if (!buf) {
+        rc = fail(err, K3_ENOMEM, "%s: out of memory", path);
+    } else if ((*n = fread(buf, 1, (size_t)size, f)) != size) {
+        rc = fail(err, K3_EIO, "%s: read %zu of %llu bytes", path, *n, (unsigned long long)size);
+    } else {
+        *out = buf;
+        buf = NULL;
+    }
+    free(buf);
+    if (f) fclose(f);
+    else close(fd);
+    return rc;
 }
 
 static int shape_read(k3_shape *sh, const char *dir, float eps_lora, k3_error *err) {
@@ -566,10 +601,11 @@ static int shape_read(k3_shape *sh, const char *dir, float eps_lora, k3_error *e
     if (stat(path, &st) != 0)
         return fail(err, K3_EMODEL, "%s: no config.json; is this a Kimi K3 model directory?", dir);
     size_t n = 0;
-    char *text = read_whole(path, CONFIG_MAX_BYTES, &n, err);
-    if (!text) return K3_EIO;
+    char *text = NULL;
+    int rc = read_whole(path, CONFIG_MAX_BYTES, &text, &n, err);
+    if (rc < 0) return rc;
     json_object *top = json_parse(text, n, 32, "config.json", err);
-    int rc = top ? shape_from_json(sh, top, eps_lora, err) : K3_EMODEL;
+    rc = top ? shape_from_json(sh, top, eps_lora, err) : K3_EMODEL;
     json_object_put(top);
     free(text);
     return rc;
@@ -1043,11 +1079,96 @@ static int model_expect(const k3_shape *sh, expect_fn fn, void *user) {
     return 0;
 }
 
+/* ---- A JSON scanner that keeps nothing ----
+ *
+ * Headers and the index are 136 MB of JSON of one fixed form. Trees of it cost kilobytes per
+ * tensor, and a hostile one 250 times its size; so both are read as they pass by.
+ */
+typedef struct {
+    FILE *f;                  /* the index, or NULL and  */
+    const char *p, *end;      /* a header in memory      */
+    uint64_t n;               /* characters taken        */
+    int c;                    /* the current one, or EOF */
+} scan;
+
+static void scan_next(scan *s) {
+    s->c = s->f ? getc_unlocked(s->f) : s->p < s->end ? (unsigned char)*s->p++ : EOF;
+    s->n++;
+}
+
+static void scan_space(scan *s) {
+    while (s->c == ' ' || s->c == '\n' || s->c == '\r' || s->c == '\t') scan_next(s);
+}
+
+/* A JSON string into out (NULL: skip it); false when it is none, too long, or never ends. */
+static bool scan_string(scan *s, char *out, size_t cap) {
+    size_t n = 0;
+    scan_space(s);
+    if (s->c != '"') return false;
+    for (scan_next(s); s->c != '"'; scan_next(s)) {
+        if (s->c == '\\') scan_next(s); /* names have no \u escapes: they would not match */
+        if (s->c == EOF || s->c == 0 || (out && n + 1 >= cap)) return false;
+        if (out) out[n++] = (char)s->c;
+    }
+    if (out) out[n] = 0;
+    scan_next(s);
+    return true;
+}
+
+static bool scan_char(scan *s, int c) {
+    scan_space(s);
+    if (s->c != c) return false;
+    scan_next(s);
+    return true;
+}
+
+/* Skip any value, up to the ',' or bracket that follows it. */
+static bool scan_value(scan *s) {
+    for (int depth = 0;;) {
+        scan_space(s);
+        if (s->c == EOF || depth > 64) return false;
+        if (s->c == '"') {
+            if (!scan_string(s, NULL, 0)) return false;
+            continue;
+        }
+        bool is_open = s->c == '{' || s->c == '[', is_close = s->c == '}' || s->c == ']';
+        if (depth == 0 && (is_close || s->c == ',')) return true;
+        depth += is_open - is_close;
+        scan_next(s);
+    }
+}
+
+static bool scan_u64(scan *s, uint64_t *out) {
+    uint64_t v = 0;
+    scan_space(s);
+    if (s->c < '0' || s->c > '9') return false;
+    for (; s->c >= '0' && s->c <= '9'; scan_next(s)) {
+        uint64_t digit = (uint64_t)(s->c - '0');
+        if (v > (UINT64_MAX - digit) / 10) return false;
+        v = 10 * v + digit;
+    }
+    *out = v;
+    return true;
+}
+
+/* A list of at most `cap` numbers: how many, or -1. */
+static int scan_list(scan *s, uint64_t *out, int cap) {
+    int n = 0;
+    if (!scan_char(s, '[')) return -1;
+    if (scan_char(s, ']')) return 0;
+    do {
+        if (n == cap || !scan_u64(s, &out[n])) return -1;
+        n++;
+    } while (scan_char(s, ','));
+    return scan_char(s, ']') ? n : -1;
+}
+
 /* ---- One header ---- */
 
 typedef struct {
     uint64_t begin, end;
-    const char *name;
+    const char *name; /* in the header's text, escapes and all */
+    int n_name;
 } span;
 
 static int span_order(const void *a, const void *b) {
@@ -1058,43 +1179,48 @@ static int span_order(const void *a, const void *b) {
 
 /* One entry of a header, as the file states it. */
 typedef struct {
-    const char *dtype;
+    char dtype[16];
     int n_dims;
     uint64_t dims[8], n_elements, begin, end;
 } header_entry;
 
-static bool json_u64(json_object *v, uint64_t *out) {
-    if (!json_object_is_type(v, json_type_int) || json_object_get_int64(v) < 0) return false;
-    *out = json_object_get_uint64(v);
-    return true;
+/* The fields of {"dtype","shape","data_offsets"} in any order; NULL, or what is wrong. */
+static const char *header_entry_fields(scan *s, header_entry *h) {
+    char key[64];
+    uint64_t off[2];
+    bool has_dtype = false, has_shape = false, has_offsets = false;
+    if (!scan_char(s, '{')) return "is not an object";
+    if (!scan_char(s, '}')) {
+        do {
+            if (!scan_string(s, key, sizeof key) || !scan_char(s, ':')) return "has a malformed field";
+            if (strcmp(key, "dtype") == 0) {
+                if (!(has_dtype = scan_string(s, h->dtype, sizeof h->dtype))) return "has an impossible dtype";
+            } else if (strcmp(key, "shape") == 0) {
+                has_shape = (h->n_dims = scan_list(s, h->dims, 8)) >= 0;
+                if (!has_shape) return "has an impossible shape: at most 8 sizes";
+            } else if (strcmp(key, "data_offsets") == 0) {
+                if (!(has_offsets = scan_list(s, off, 2) == 2)) return "has impossible data_offsets";
+            } else if (!scan_value(s)) {
+                return "has a malformed field";
+            }
+        } while (scan_char(s, ','));
+        if (!scan_char(s, '}')) return "has a malformed field";
+    }
+    if (!has_dtype || !has_shape || !has_offsets) return "has no dtype, shape or data_offsets";
+    h->begin = off[0];
+    h->end = off[1];
+    return NULL;
 }
 
-/* Parse {"dtype","shape","data_offsets"}; false with `why` when malformed. */
-static bool header_entry_parse(json_object *v, header_entry *h, const char **why) {
-    json_object *dtype, *shape, *off;
-    *why = "has no dtype, shape or data_offsets";
-    if (!json_object_is_type(v, json_type_object) ||
-        !json_object_object_get_ex(v, "dtype", &dtype) ||
-        !json_object_object_get_ex(v, "shape", &shape) ||
-        !json_object_object_get_ex(v, "data_offsets", &off) ||
-        !json_object_is_type(dtype, json_type_string) ||
-        !json_object_is_type(shape, json_type_array) || !json_object_is_type(off, json_type_array))
-        return false;
-    h->dtype = json_object_get_string(dtype);
-    h->n_dims = (int)json_object_array_length(shape);
-    *why = "has a shape of more than 8 dimensions";
-    if (json_object_array_length(shape) > 8) return false;
-    *why = "has an impossible shape";
+static const char *header_entry_parse(scan *s, header_entry *h) {
+    const char *why = header_entry_fields(s, h);
+    if (why) return why;
     h->n_elements = 1;
     for (int i = 0; i < h->n_dims; i++) {
-        if (!json_u64(json_object_array_get_idx(shape, (size_t)i), &h->dims[i])) return false;
-        if (h->dims[i] && h->n_elements > (1ull << 48) / h->dims[i]) return false;
+        if (h->dims[i] && h->n_elements > (1ull << 48) / h->dims[i]) return "has an impossible shape";
         h->n_elements *= h->dims[i];
     }
-    *why = "has impossible data_offsets";
-    return json_object_array_length(off) == 2 &&
-           json_u64(json_object_array_get_idx(off, 0), &h->begin) &&
-           json_u64(json_object_array_get_idx(off, 1), &h->end) && h->begin <= h->end;
+    return h->begin <= h->end ? NULL : "has impossible data_offsets";
 }
 
 static void shape_text(const uint64_t *dims, int n_dims, char *out, size_t cap) {
@@ -1152,6 +1278,8 @@ static int model_put(model *m, const k3_shape *sh, const name_id *id, uint64_t o
         at_shard = &p->shard;
         at_offset = &p->offset;
     }
+    if (*at_shard == i_shard)
+        return fail(err, K3_EMODEL, "%s is twice in %s; download it again", name, m->shards[i_shard].name);
     if (*at_shard != NO_SHARD)
         return fail(err, K3_EMODEL, "%s is in both %s and %s; remove the file that is not part of the release",
                     name, m->shards[*at_shard].name, m->shards[i_shard].name);
@@ -1161,26 +1289,29 @@ static int model_put(model *m, const k3_shape *sh, const name_id *id, uint64_t o
 }
 
 static void model_note_unknown(model *m, const char *name, const char *file) {
-    char line[600];
+    char line[1000];
     if (!m->opt->note || m->n_unknown++ >= 8) return;
-    snprintf(line, sizeof line, "tensor %s in %s is not part of the text model: ignored%s", name,
+    snprintf(line, sizeof line, "tensor %.300s in %s is not part of the text model: ignored%s", name,
              file, m->n_unknown == 8 ? " (and no more are named)" : "");
+    one_line(line);
     m->opt->note(m->opt->user, line);
 }
 
 /* Check one entry and put it in the table. `data` is where the data begins in the file. */
 static int header_take(model *m, const k3_shape *sh, uint16_t i_shard, const char *name,
-                       json_object *v, uint64_t data, span *sp, k3_error *err) {
+                       scan *text, uint64_t data, span *sp, k3_error *err) {
     const shard *s = &m->shards[i_shard];
     header_entry h;
-    const char *why;
-    if (!header_entry_parse(v, &h, &why))
-        return fail(err, K3_EMODEL, "%s in %s: %s", name, s->name, why);
+    const char *why = header_entry_parse(text, &h);
+    if (why)
+        return fail(err, K3_EMODEL, "%s in %s: %s (header byte %llu); download it again", name, s->name, why,
+                    (unsigned long long)text->n - 1);
     if (h.end > s->size - data)
         return fail(err, K3_EMODEL,
                     "%s: truncated: %s ends at byte %llu but the file has %llu; download it again",
                     s->name, name, (unsigned long long)(data + h.end), (unsigned long long)s->size);
-    *sp = (span){h.begin, h.end, name};
+    sp->begin = h.begin;
+    sp->end = h.end;
     name_id id;
     if (is_vision(name)) return 0;
     if (!name_parse(sh, name, &id)) {
@@ -1195,27 +1326,53 @@ static int header_overlaps(span *spans, size_t n, const char *file, k3_error *er
     qsort(spans, n, sizeof *spans, span_order);
     for (size_t i = 1; i < n; i++)
         if (spans[i].begin < spans[i - 1].end)
-            return fail(err, K3_EMODEL, "%s: %s and %s overlap at data offset %llu", file,
-                        spans[i - 1].name, spans[i].name, (unsigned long long)spans[i].begin);
+            return fail(err, K3_EMODEL, "%s: %.*s and %.*s overlap at data offset %llu", file,
+                        spans[i - 1].n_name, spans[i - 1].name, spans[i].n_name, spans[i].name,
+                        (unsigned long long)spans[i].begin);
     return 0;
 }
 
-/* All entries of a parsed header (borrowed). */
-static int header_entries(model *m, const k3_shape *sh, uint16_t i_shard, json_object *top,
-                          uint64_t data, k3_error *err) {
+/* All entries of a header of n bytes. `spans` has room for every entry that n bytes can hold. */
+static int header_scan(model *m, const k3_shape *sh, uint16_t i_shard, const char *text, size_t n,
+                       span *spans, k3_error *err) {
     const char *file = m->shards[i_shard].name;
-    if (!json_object_is_type(top, json_type_object))
-        return fail(err, K3_EMODEL, "%s: its header is not a JSON object", file);
-    size_t n = (size_t)json_object_object_length(top), n_spans = 0;
-    span *spans = malloc((n + 1) * sizeof *spans);
-    if (!spans) return fail(err, K3_ENOMEM, "%s: out of memory for %zu tensors", file, n);
-    int rc = 0;
-    json_object_object_foreach(top, name, v) {
-        if (strcmp(name, "__metadata__") == 0) continue;
-        rc = header_take(m, sh, i_shard, name, v, data, &spans[n_spans++], err);
-        if (rc < 0) break;
+    scan s = {NULL, text, text + n, 0, 0};
+    char name[1024];
+    size_t n_spans = 0;
+    scan_next(&s);
+    bool is_good = scan_char(&s, '{');
+    if (is_good && !scan_char(&s, '}')) {
+        do {
+            scan_space(&s);
+            span *sp = &spans[n_spans];
+            sp->name = s.p;
+            is_good = scan_string(&s, name, sizeof name) && scan_char(&s, ':');
+            if (!is_good) break;
+            if (strcmp(name, "__metadata__") == 0) {
+                if (!(is_good = scan_value(&s))) break;
+                continue;
+            }
+            sp->n_name = (int)strcspn(sp->name, "\"");
+            int rc = header_take(m, sh, i_shard, name, &s, 8 + n, sp, err);
+            if (rc < 0) return rc;
+            n_spans++;
+        } while (scan_char(&s, ','));
+        is_good = is_good && scan_char(&s, '}');
     }
-    if (rc == 0) rc = header_overlaps(spans, n_spans, file, err);
+    scan_space(&s);
+    if (!is_good || s.c != EOF)
+        return fail(err, K3_EMODEL, "%s: its header is malformed at byte %llu; download it again", file,
+                    (unsigned long long)s.n - 1);
+    return header_overlaps(spans, n_spans, file, err);
+}
+
+#define ENTRY_MIN_BYTES 40 /* "":{"dtype":"","shape":[],"data_offsets":[0,0]} has 47 */
+
+static int header_entries(model *m, const k3_shape *sh, uint16_t i_shard, const char *text, size_t n,
+                          k3_error *err) {
+    span *spans = malloc((n / ENTRY_MIN_BYTES + 1) * sizeof *spans);
+    if (!spans) return fail(err, K3_ENOMEM, "%s: out of memory for its header", m->shards[i_shard].name);
+    int rc = header_scan(m, sh, i_shard, text, n, spans, err);
     free(spans);
     return rc;
 }
@@ -1261,65 +1418,12 @@ static int header_read(model *m, const k3_shape *sh, uint16_t i_shard, k3_error 
     char *text = malloc((size_t)n + 1);
     if (!text) return fail(err, K3_ENOMEM, "%s: out of memory for its header", s->name);
     rc = read_exact(s, text, n, 8, err);
-    json_object *top = rc < 0 ? NULL : json_parse(text, (size_t)n, 8, s->name, err);
+    if (rc == 0) rc = header_entries(m, sh, i_shard, text, (size_t)n, err);
     free(text);
-    if (!top) return rc < 0 ? rc : K3_EMODEL;
-    rc = header_entries(m, sh, i_shard, top, 8 + n, err);
-    json_object_put(top);
     return rc;
 }
 
 /* ---- The index, streamed: only to learn which shards must be there ---- */
-
-typedef struct {
-    FILE *f;
-    int c; /* current character, EOF at the end */
-} scan;
-
-static void scan_next(scan *s) { s->c = getc_unlocked(s->f); }
-
-static void scan_space(scan *s) {
-    while (s->c == ' ' || s->c == '\n' || s->c == '\r' || s->c == '\t') scan_next(s);
-}
-
-/* A JSON string into out; false when it is none, too long, or never ends. */
-static bool scan_string(scan *s, char *out, size_t cap) {
-    size_t n = 0;
-    scan_space(s);
-    if (s->c != '"') return false;
-    for (scan_next(s); s->c != '"'; scan_next(s)) {
-        if (s->c == '\\') scan_next(s); /* names have no \u escapes: they would not match */
-        if (s->c == EOF || n + 1 >= cap) return false;
-        out[n++] = (char)s->c;
-    }
-    out[n] = 0;
-    scan_next(s);
-    return true;
-}
-
-static bool scan_char(scan *s, int c) {
-    scan_space(s);
-    if (s->c != c) return false;
-    scan_next(s);
-    return true;
-}
-
-/* Skip any value, up to the ',' or bracket that follows it. */
-static bool scan_value(scan *s) {
-    char text[1024];
-    for (int depth = 0;;) {
-        scan_space(s);
-        if (s->c == EOF) return false;
-        if (s->c == '"') {
-            if (!scan_string(s, text, sizeof text)) return false;
-            continue;
-        }
-        bool is_open = s->c == '{' || s->c == '[', is_close = s->c == '}' || s->c == ']';
-        if (depth == 0 && (is_close || s->c == ',')) return true;
-        depth += is_open - is_close;
-        scan_next(s);
-    }
-}
 
 static int shard_find(const model *m, const char *name) {
     for (uint32_t i = 0; i < m->n_shards; i++)
@@ -1349,9 +1453,9 @@ static int index_pairs(model *m, scan *s, k3_error *err) {
     do {
         if (!scan_string(s, name, sizeof name) || !scan_char(s, ':') ||
             !scan_string(s, file, sizeof file))
-            return fail(err, K3_EMODEL, "model.safetensors.index.json: weight_map is malformed at byte %ld; download it again",
-                        ftell(s->f));
-        if (strchr(file, '/'))
+            return fail(err, K3_EMODEL, "model.safetensors.index.json: weight_map is malformed at byte %llu; download it again",
+                        (unsigned long long)s->n - 1);
+        if (strchr(file, '/') || file[0] == '.' || file[0] == 0)
             return fail(err, K3_EMODEL, "model.safetensors.index.json: %s: shard %s is not a plain file name",
                         name, file);
         if (i < 0 || strcmp(m->shards[i].name, file) != 0) i = shard_find(m, file);
@@ -1365,7 +1469,7 @@ static int index_pairs(model *m, scan *s, k3_error *err) {
 
 /* Top level of the index: find weight_map. */
 static int index_scan(model *m, FILE *f, k3_error *err) {
-    scan s = {f, 0};
+    scan s = {f, NULL, NULL, 0, 0};
     char key[1024];
     bool is_found = false;
     scan_next(&s);
@@ -1406,17 +1510,12 @@ static int shards_from_dir(model *m, k3_error *err) {
 
 static int shard_open(model *m, shard *s, k3_error *err) {
     char path[4096];
-    struct stat st;
     snprintf(path, sizeof path, "%s/%s", m->dir, s->name);
-    s->fd = open(path, O_RDONLY | O_CLOEXEC);
+    s->fd = file_open(path, &s->size, err);
     if (s->fd < 0 && errno == ENOENT)
-        return fail(err, K3_EMODEL, "%s: named by the index but not in %s; download it", s->name,
-                    m->dir);
-    if (s->fd < 0 || fstat(s->fd, &st) != 0)
-        return fail(err, K3_EIO, "%s: %s", path, strerror(errno));
-    if (!S_ISREG(st.st_mode)) return fail(err, K3_EIO, "%s: not a regular file", path);
-    s->size = (uint64_t)st.st_size;
-    return 0;
+        return fail(err, K3_EMODEL, "%s: %s %s; download it", s->name,
+                    m->has_index ? "named by the index but not in" : "a dangling link in", m->dir);
+    return s->fd < 0 ? s->fd : 0;
 }
 
 static int name_order(const void *a, const void *b) {
@@ -1426,13 +1525,19 @@ static int name_order(const void *a, const void *b) {
 static int model_shards(model *m, k3_error *err) {
     char path[4096];
     snprintf(path, sizeof path, "%s/model.safetensors.index.json", m->dir);
-    FILE *f = fopen(path, "rb");
-    if (!f && errno != ENOENT) return fail(err, K3_EIO, "%s: %s", path, strerror(errno));
-    m->has_index = f != NULL;
+    uint64_t size;
+    int fd = file_open(path, &size, err);
+    if (fd < 0 && errno != ENOENT) return fd;
+    m->has_index = fd >= 0;
+    FILE *f = fd >= 0 ? fdopen(fd, "rb") : NULL;
+    if (fd >= 0 && !f) {
+        close(fd);
+        return fail(err, K3_ENOMEM, "%s: out of memory", path);
+    }
     int rc = f ? index_scan(m, f, err) : shards_from_dir(m, err);
     if (f) fclose(f);
     if (rc < 0) return rc;
-    qsort(m->shards, m->n_shards, sizeof *m->shards, name_order);
+    if (m->n_shards > 0) qsort(m->shards, m->n_shards, sizeof *m->shards, name_order);
     for (uint32_t i = 0; i < m->n_shards; i++)
         if (m->shards[i].is_needed && (rc = shard_open(m, &m->shards[i], err)) < 0) return rc;
     return 0;
@@ -1462,9 +1567,12 @@ static int model_complete(model *m, const k3_shape *sh, k3_error *err) {
     model_expect(sh, missing_visit, &w);
     if (w.n_missing == 0) return 0;
     name_write(&w.first, name, sizeof name);
-    return fail(err, K3_EMODEL, "%s: %s is in no shard, nor are %llu others; is the download complete%s?",
-                m->dir, name, (unsigned long long)(w.n_missing - 1),
-                m->has_index ? " and config.json its own" : "");
+    char others[64] = "";
+    if (w.n_missing > 1)
+        snprintf(others, sizeof others, ", nor are %llu others", (unsigned long long)(w.n_missing - 1));
+    return fail(err, K3_EMODEL,
+                "%s: %s is in no shard%s; is the download complete, and this its config.json?", m->dir,
+                name, others);
 }
 
 static void model_close(model *m) {

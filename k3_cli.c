@@ -277,7 +277,7 @@ static const cli_option OPTION[] = {
     {"--ram", "SIZE", KIND_SIZE, AT(ram), RUN | BENCH | VERIFY, G_MODEL, NULL, 1, 0,
      "bound for weights, experts and sessions: 8G, 512M, 1.5GiB, or bytes\n"
      "(default: what is free)"},
-    {"--threads", "N", KIND_COUNT, AT(threads), RUN | BENCH | VERIFY, G_MODEL, "0", 0, 4096,
+    {"--threads", "N", KIND_COUNT, AT(threads), RUN | BENCH | VERIFY, G_MODEL, "0", 0, 1024,
      "0 is one for each core this process may use"},
     {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | BENCH, G_MODEL, "0", 0, 4096,
      "most prompt positions computed together; 0 is 64"},
@@ -1459,7 +1459,8 @@ static int bench_all(bench_state *b, uint64_t *logits_fnv) {
     return bench_row(b, "# total", &total, n_step);
 }
 
-/* ---- kernels only: see bench_kernels() ---- */
+/* ---- kernels only ----
+ * Every linked table up to `max_threads` (at least 1); `only` names one table, NULL is all. */
 static int bench_kernels(int max_threads, const char *only, FILE *out) {
     (void)max_threads, (void)only, (void)out;
     return fail(FAIL_USAGE, "bench --kernels-only is not in this build");
@@ -1468,7 +1469,11 @@ static int bench_kernels(int max_threads, const char *only, FILE *out) {
 static int cmd_bench(const cli_args *a) {
     bench_state b;
     uint64_t logits_fnv = 0;
-    if (a->kernels_only) return bench_kernels((int)a->threads, a->kernels, stdout);
+    if (a->kernels_only) {
+        long n_core = sysconf(_SC_NPROCESSORS_ONLN);
+        int most = a->threads ? (int)a->threads : n_core > 0 ? (int)n_core : 1;
+        return bench_kernels(most, a->kernels, stdout);
+    }
     memset(&b, 0, sizeof b);
     b.a = a;
     console_init(&b.con, a);

@@ -129,78 +129,71 @@ static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, 
     for (; r < n_rows; r++) bf16_rows(1, y + r, w + r * ldw, ldw, n, x);
 }
 
-#ifndef MX_PF
-#define MX_PF 0
-#endif
-#ifndef MX_HINT
-#define MX_HINT _MM_HINT_T0
-#endif
-/* P pairs of MXFP4 rows against one vector; rows are `step` apart, so that step 0 runs a
- * last single row twice. acc[p][k] has lanes 4k .. 4k + 3 of row 2p in its low half, of row
- * 2p + 1 in its high half. */
-TILE void mxfp4_pairs(const int P, size_t step, float *y, const uint8_t *q, const uint8_t *s,
-                      size_t n, const float *x) {
+/* Two rows of MXFP4 against one vector, `step` rows apart, so that step 0 runs a last single
+ * row twice. acc[k] has lanes 4k .. 4k + 3 of one row in its low half, of the other in its
+ * high half. Two rows in flight suffice: the decoding takes longer than the chain. */
+TILE void mxfp4_pair(size_t step, float *y, const uint8_t *q, const uint8_t *s, size_t n,
+                     const float *x) {
     const __m256i mask = _mm256_set1_epi8(15);
-    const size_t n_group = n / K3_GROUP, row = n / 2 * step, srow = n_group * step;
-    const char *pf = (const char *)q + (MX_PF ? MX_PF : (size_t)P * n);
-    const char *pfs = (const char *)s + (size_t)P * 2 * n_group;
-    __m256 acc[4][4];
-    for (int p = 0; p < P; p++)
-        for (int k = 0; k < 4; k++) acc[p][k] = _mm256_setzero_ps();
-    for (size_t g = 0; g < n_group; g++, x += K3_GROUP) {
-        for (int r = 0; r < P * 32; r += 64) _mm_prefetch(pf + g * (size_t)P * 32 + r, MX_HINT);
-        if (g % 8 == 0) _mm_prefetch(pfs + g * (size_t)P * 2, MX_HINT);
-        for (int p = 0; p < P; p++) {
-            const uint8_t *qa = q + (size_t)(2 * p) * row + g * 16;
-            const uint8_t *sa = s + (size_t)(2 * p) * srow + g;
-            const uint8_t *ta = mxfp4_table[sa[0]], *tb = mxfp4_table[sa[srow]];
-            __m256i lo = load_pair(ta, tb), hi = load_pair(ta + 16, tb + 16);
-            __m256i v = load_pair(qa, qa + row);
-            __m256 w[4];
-            mxfp4_lookup(w, _mm256_and_si256(v, mask), lo, hi);
-            for (int k = 0; k < 4; k++)
-                acc[p][k] = _mm256_fmadd_ps(
-                    w[k], _mm256_broadcast_ps((const __m128 *)(x + k * 4)), acc[p][k]);
-            mxfp4_lookup(w, _mm256_and_si256(_mm256_srli_epi16(v, 4), mask), lo, hi);
-            for (int k = 0; k < 4; k++)
-                acc[p][k] = _mm256_fmadd_ps(
-                    w[k], _mm256_broadcast_ps((const __m128 *)(x + 16 + k * 4)), acc[p][k]);
-        }
+    const size_t row = n / 2 * step, srow = n / K3_GROUP * step;
+    const char *pf = (const char *)q + n, *pfs = (const char *)s + n / 16;
+    const float *x_end = x + n;
+    __m256 acc[4];
+    for (int k = 0; k < 4; k++) acc[k] = _mm256_setzero_ps();
+    for (; x < x_end; x += K3_GROUP, q += 16, s++, pf += 32, pfs += 2) {
+        _mm_prefetch(pf, _MM_HINT_T0);
+        _mm_prefetch(pf + 8192, _MM_HINT_T1);
+        _mm_prefetch(pfs, _MM_HINT_T0);
+        const uint8_t *ta = mxfp4_table[s[0]], *tb = mxfp4_table[s[srow]];
+        __m256i lo = load_pair(ta, tb), hi = load_pair(ta + 16, tb + 16);
+        __m256i v = load_pair(q, q + row);
+        __m256 w[4];
+        mxfp4_lookup(w, _mm256_and_si256(v, mask), lo, hi);
+        for (int k = 0; k < 4; k++)
+            acc[k] = _mm256_fmadd_ps(w[k], _mm256_broadcast_ps((const __m128 *)(x + k * 4)), acc[k]);
+        mxfp4_lookup(w, _mm256_and_si256(_mm256_srli_epi16(v, 4), mask), lo, hi);
+        for (int k = 0; k < 4; k++)
+            acc[k] = _mm256_fmadd_ps(w[k], _mm256_broadcast_ps((const __m128 *)(x + 16 + k * 4)),
+                                     acc[k]);
     }
-    for (int p = 0; p < P; p++) {
-        __m256 s8a = _mm256_add_ps(acc[p][0], acc[p][2]), s8b = _mm256_add_ps(acc[p][1], acc[p][3]);
-        __m256 s4 = _mm256_add_ps(s8a, s8b);
-        __m256 s2 = _mm256_add_ps(s4, _mm256_permute_ps(s4, 0x4e));
-        __m256 s1 = _mm256_add_ps(s2, _mm256_movehdup_ps(s2));
-        y[2 * p] = _mm_cvtss_f32(_mm256_castps256_ps128(s1)) + 0.0f;
-        y[2 * (size_t)p + step] = _mm_cvtss_f32(_mm256_extractf128_ps(s1, 1)) + 0.0f;
-    }
+    __m256 s4 = _mm256_add_ps(_mm256_add_ps(acc[0], acc[2]), _mm256_add_ps(acc[1], acc[3]));
+    __m256 s2 = _mm256_add_ps(s4, _mm256_permute_ps(s4, 0x4e));
+    __m256 s1 = _mm256_add_ps(s2, _mm256_movehdup_ps(s2));
+    y[0] = _mm_cvtss_f32(_mm256_castps256_ps128(s1)) + 0.0f;
+    y[step] = _mm_cvtss_f32(_mm256_extractf128_ps(s1, 1)) + 0.0f;
 }
 
-#ifndef MX_P
-#define MX_P 2
-#endif
+/* Out of line, so that the loop has the registers to itself. */
+static __attribute__((noinline)) void mxfp4_two(float *y, const uint8_t *q, const uint8_t *s,
+                                                size_t n, const float *x) {
+    mxfp4_pair(1, y, q, s, n, x);
+}
+
 static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
                          const float *x) {
     size_t r = 0, n_group = n / K3_GROUP, row = n / 2;
-    for (; r + 2 * MX_P <= n_rows; r += 2 * MX_P)
-        mxfp4_pairs(MX_P, 1, y + r, q + r * row, s + r * n_group, n, x);
-    for (; r < n_rows; r += 2)
-        mxfp4_pairs(1, r + 1 < n_rows, y + r, q + r * row, s + r * n_group, n, x);
+    for (; r + 2 <= n_rows; r += 2) mxfp4_two(y + r, q + r * row, s + r * n_group, n, x);
+    if (r < n_rows) mxfp4_pair(0, y + r, q + r * row, s + r * n_group, n, x);
 }
 
 /* ---- Batch > 1 ------------------------------------------------------------------- */
 
 #ifndef PANEL_GROUPS
-#define PANEL_GROUPS 24
+#define PANEL_GROUPS 16 /* 512 columns */
 #endif
-#define TILE_ROWS 3  /* most rows of a panel     */
-#define STRIP     32 /* most vectors at a time   */
+#ifndef BLOCK_TILES
+#define BLOCK_TILES 4
+#endif
+#define TILE_ROWS    3  /* most rows of a tile       */
+#define STRIP        32 /* most vectors at a time    */
+#define PANEL_FLOATS (PANEL_GROUPS * TILE_ROWS * K3_GROUP)
+#define ACC_FLOATS   (STRIP * TILE_ROWS * 16)
 
-/* Widened weights, panel[group][row][16 evens | 16 odds], rows as many as the tile has. */
+/* For each tile of rows: the widened weights, panel[group][row][16 evens | 16 odds], and the
+ * accumulators, acc[vector][row][lane], with as many rows as the tile has. */
 typedef struct {
-    float panel[PANEL_GROUPS * TILE_ROWS * K3_GROUP];
-    float acc[STRIP * TILE_ROWS * 16]; /* acc[vector][row][lane] */
+    float panel[BLOCK_TILES][PANEL_FLOATS];
+    float acc[BLOCK_TILES][ACC_FLOATS];
 } __attribute__((aligned(64))) scratch;
 
 /* One register tile: R rows x T vectors over n_group groups of the panel. */
@@ -217,6 +210,7 @@ TILE void tile(const int R, const int T, float *acc, const float *w, const float
             for (int t = 0; t < T; t++) xt[t] = _mm256_load_ps(x + t * K3_GROUP + part * 8);
             for (int r = 0; r < R; r++) {
                 __m256 wr = _mm256_load_ps(w + r * K3_GROUP + part * 8);
+                __asm__("" : "+x"(wr)); /* one load for T uses: gcc would fold it into each */
                 for (int t = 0; t < T; t++) a[t][r][h] = _mm256_fmadd_ps(wr, xt[t], a[t][r][h]);
             }
         }
@@ -225,20 +219,38 @@ TILE void tile(const int R, const int T, float *acc, const float *w, const float
             for (int h = 0; h < 2; h++) _mm256_store_ps(acc + (t * R + r) * 16 + h * 8, a[t][r][h]);
 }
 
-/* All vectors of a strip against the panel. x points at the strip's first block. */
-TILE void tile_strip(const int R, float *acc, const float *w, const float *x, size_t npad,
+/* n_tile tiles of R rows against a strip of vectors; x points at the strip's first block. A
+ * block of x, 16 KiB wide as a panel, is read from L2 by the first tile and from L1 by the
+ * others. */
+TILE void tile_strip(const int R, size_t n_tile, scratch *sc, const float *x, size_t npad,
                      size_t first_group, size_t n_group, size_t n_vec) {
     for (size_t t0 = 0; t0 < n_vec; t0 += K3_XBLOCK) {
         size_t in_block = n_vec - t0 < K3_XBLOCK ? n_vec - t0 : K3_XBLOCK;
-        size_t x_group = in_block * K3_GROUP, t = 0;
+        size_t x_group = in_block * K3_GROUP;
         const float *xb = x + t0 * npad + first_group * x_group;
-        float *at = acc + t0 * (size_t)R * 16;
-        for (; t + 2 <= in_block; t += 2)
-            tile(R, 2, at + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
-        if (t < in_block)
-            tile(R, 1, at + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
+        for (size_t k = 0; k < n_tile; k++) {
+            const float *w = sc->panel[k];
+            float *acc = sc->acc[k] + t0 * (size_t)R * 16;
+            size_t t = 0;
+            for (; t + 2 <= in_block; t += 2)
+                tile(R, 2, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
+            if (t < in_block)
+                tile(R, 1, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
+        }
     }
 }
+
+/* Out of line and shared by all kinds of weights, so that the loops have the registers to
+ * themselves. */
+#define STRIP_FN(R)                                                                          \
+    static __attribute__((noinline)) void tile_strip##R(                                     \
+        size_t n_tile, scratch *sc, const float *x, size_t npad, size_t first_group,         \
+        size_t n_group, size_t n_vec) {                                                      \
+        tile_strip(R, n_tile, sc, x, npad, first_group, n_group, n_vec);                     \
+    }
+STRIP_FN(3)
+STRIP_FN(2)
+STRIP_FN(1)
 
 /* What a row of weights is, so that one driver serves all three kinds. */
 enum kind { BF16, F32, MXFP4 };
@@ -276,21 +288,21 @@ TILE void widen_mxfp4(float *to, const uint8_t *p, uint8_t code) {
     }
 }
 
-/* Fill the panel with R rows from `row`. The same place of the next R rows is prefetched:
- * the hardware sees only short runs and would start anew in each. */
+/* Fill a panel with R rows from `row`. What lies `ahead` bytes on is the next panel: the
+ * hardware sees only short runs and would start anew in each. */
 TILE void fill_panel(const enum kind kind, const int R, float *panel, const weights *m, size_t row,
-                     size_t g0, size_t n_group) {
+                     size_t g0, size_t n_group, size_t ahead) {
     for (int r = 0; r < R; r++) {
         size_t at = (row + (size_t)r) * m->ldw + g0 * K3_GROUP;
         for (size_t g = 0; g < n_group; g++, at += K3_GROUP) {
             float *to = panel + (g * (size_t)R + (size_t)r) * K3_GROUP;
             if (kind == BF16) {
                 const uint16_t *p = (const uint16_t *)m->w + at;
-                _mm_prefetch((const char *)(p + (size_t)R * m->ldw), _MM_HINT_T1);
+                _mm_prefetch((const char *)p + ahead, _MM_HINT_T1);
                 widen_bf16(to, p, m->n - (g0 + g) * K3_GROUP);
             } else if (kind == MXFP4) {
                 const uint8_t *p = (const uint8_t *)m->w + at / 2;
-                if (g % 4 == 0) _mm_prefetch((const char *)(p + (size_t)R * m->ldw / 2), _MM_HINT_T1);
+                if (g % 4 == 0) _mm_prefetch((const char *)p + ahead, _MM_HINT_T1);
                 widen_mxfp4(to, p, m->s[at / K3_GROUP]);
             } else {
                 const float *p = (const float *)m->w + at;
@@ -301,21 +313,32 @@ TILE void fill_panel(const enum kind kind, const int R, float *panel, const weig
     }
 }
 
-/* R rows against a strip of n_vec vectors. */
-TILE void strip_rows(const enum kind kind, const int R, scratch *sc, float *y, size_t ldy,
-                     const weights *m, size_t row, const float *x, size_t n_vec) {
-    size_t npad = k3_pad(m->n), n_group = npad / K3_GROUP;
-    memset(sc->acc, 0, n_vec * (size_t)R * 16 * sizeof(float));
+/* n_tile tiles of R rows against a strip of n_vec vectors. */
+TILE void strip_rows(const enum kind kind, const int R, size_t n_tile, scratch *sc, float *y,
+                     size_t ldy, const weights *m, size_t row, const float *x, size_t n_vec) {
+    const size_t npad = k3_pad(m->n), n_group = npad / K3_GROUP, n_row = n_tile * (size_t)R;
+    const size_t group_bytes = kind == BF16 ? 64 : kind == MXFP4 ? 16 : 128;
+    for (size_t k = 0; k < n_tile; k++)
+        memset(sc->acc[k], 0, n_vec * (size_t)R * 16 * sizeof(float));
     for (size_t g0 = 0; g0 < n_group; g0 += PANEL_GROUPS) {
-        size_t ng = n_group - g0 < PANEL_GROUPS ? n_group - g0 : PANEL_GROUPS;
-        fill_panel(kind, R, sc->panel, m, row, g0, ng);
-        tile_strip(R, sc->acc, sc->panel, x, npad, g0, ng, n_vec);
-    }
-    for (size_t t = 0; t < n_vec; t++)
-        for (int r = 0; r < R; r++) {
-            const float *a = sc->acc + (t * (size_t)R + (size_t)r) * 16;
-            y[t * ldy + row + (size_t)r] = fold(_mm256_load_ps(a), _mm256_load_ps(a + 8));
+        size_t ng = PANEL_GROUPS, ahead = PANEL_GROUPS * group_bytes;
+        if (g0 + PANEL_GROUPS >= n_group) { /* the next panel is in the next rows */
+            ng = n_group - g0;
+            ahead = n_row * m->ldw / K3_GROUP * group_bytes - g0 * group_bytes;
         }
+        for (size_t k = 0; k < n_tile; k++)
+            fill_panel(kind, R, sc->panel[k], m, row + k * (size_t)R, g0, ng, ahead);
+        if (R == 3) tile_strip3(n_tile, sc, x, npad, g0, ng, n_vec);
+        else if (R == 2) tile_strip2(n_tile, sc, x, npad, g0, ng, n_vec);
+        else tile_strip1(n_tile, sc, x, npad, g0, ng, n_vec);
+    }
+    for (size_t k = 0; k < n_tile; k++)
+        for (size_t t = 0; t < n_vec; t++)
+            for (int r = 0; r < R; r++) {
+                const float *a = sc->acc[k] + (t * (size_t)R + (size_t)r) * 16;
+                y[t * ldy + row + k * (size_t)R + (size_t)r] =
+                    fold(_mm256_load_ps(a), _mm256_load_ps(a + 8));
+            }
 }
 
 /* Strips outside, rows inside: a strip of x stays in L2 while the rows pass. */
@@ -326,9 +349,13 @@ TILE void matmul(const enum kind kind, float *y, size_t ldy, const weights *m, s
         size_t n_vec = batch - t0 < STRIP ? batch - t0 : STRIP, r = 0;
         const float *x = xp + t0 * k3_pad(m->n);
         float *yt = y + t0 * ldy;
-        for (; r + 3 <= n_rows; r += 3) strip_rows(kind, 3, &sc, yt, ldy, m, r, x, n_vec);
-        if (n_rows - r == 2) strip_rows(kind, 2, &sc, yt, ldy, m, r, x, n_vec);
-        if (n_rows - r == 1) strip_rows(kind, 1, &sc, yt, ldy, m, r, x, n_vec);
+        while (r + 3 <= n_rows) {
+            size_t n_tile = (n_rows - r) / 3 < BLOCK_TILES ? (n_rows - r) / 3 : BLOCK_TILES;
+            strip_rows(kind, 3, n_tile, &sc, yt, ldy, m, r, x, n_vec);
+            r += n_tile * 3;
+        }
+        if (n_rows - r == 2) strip_rows(kind, 2, 1, &sc, yt, ldy, m, r, x, n_vec);
+        if (n_rows - r == 1) strip_rows(kind, 1, 1, &sc, yt, ldy, m, r, x, n_vec);
     }
 }
 

@@ -113,15 +113,6 @@ TILE __m512 transpose_lanes(__m512 v) {
     return _mm512_permutexvar_ps(idx, v);
 }
 
-#ifndef MX_HINT
-#define MX_HINT _MM_HINT_T0
-#endif
-#ifndef MX_PF
-#define MX_PF 0
-#endif
-#ifndef MX_R
-#define MX_R 4
-#endif
 /* One row, one group: decode 32 weights and add them to the row's accumulators. */
 TILE __m512 mxfp4_group(__m512 acc, const uint8_t *q, uint8_t code, __m512 even, __m512 odd,
                         __m512i low, __m512i high) {
@@ -138,7 +129,7 @@ TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, 
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(4));
     const size_t n_group = n / K3_GROUP, row = n / 2;
     const uint8_t *q2 = q + 2 * row, *s2 = s + 2 * n_group;
-    const char *pf = (const char *)q + (MX_PF ? MX_PF : (size_t)R * row);
+    const char *pf = (const char *)q + (size_t)R * row;
     const char *pfs = (const char *)s + (size_t)R * n_group;
     const float *x_end = x + n;
     __m512 acc[4];
@@ -146,11 +137,9 @@ TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, 
     for (; x < x_end; x += K3_GROUP, q += 16, q2 += 16, s++, s2++, pf += R * 16, pfs += R) {
         __m512 even = transpose_lanes(_mm512_load_ps(x));
         __m512 odd = transpose_lanes(_mm512_load_ps(x + 16));
-        _mm_prefetch(pf, MX_HINT);
-#ifdef MX_PF2
-        _mm_prefetch(pf + MX_PF2, MX_HINT2);
-#endif
-        _mm_prefetch(pfs, MX_HINT);
+        _mm_prefetch(pf, _MM_HINT_T0);
+        _mm_prefetch(pf + 8192, _MM_HINT_T1);
+        _mm_prefetch(pfs, _MM_HINT_T0);
         acc[0] = mxfp4_group(acc[0], q, *s, even, odd, low, high);
         if (R > 1) {
             acc[1] = mxfp4_group(acc[1], q + row, s[n_group], even, odd, low, high);
@@ -177,15 +166,21 @@ static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_
 /* ---- Batch > 1 ------------------------------------------------------------------- */
 
 #ifndef PANEL_GROUPS
-#define PANEL_GROUPS 16
+#define PANEL_GROUPS 16 /* 512 columns */
 #endif
-#define TILE_ROWS 6  /* most rows of a panel     */
-#define STRIP     32 /* most vectors at a time   */
+#ifndef BLOCK_TILES
+#define BLOCK_TILES 2
+#endif
+#define TILE_ROWS    6  /* most rows of a tile       */
+#define STRIP        32 /* most vectors at a time    */
+#define PANEL_FLOATS (PANEL_GROUPS * TILE_ROWS * K3_GROUP)
+#define ACC_FLOATS   (STRIP * TILE_ROWS * 16)
 
-/* Widened weights, panel[group][row][16 evens | 16 odds], rows as many as the tile has. */
+/* For each tile of rows: the widened weights, panel[group][row][16 evens | 16 odds], and the
+ * accumulators, acc[vector][row][lane], with as many rows as the tile has. */
 typedef struct {
-    float panel[PANEL_GROUPS * TILE_ROWS * K3_GROUP];
-    float acc[STRIP * TILE_ROWS * 16]; /* acc[vector][row][lane] */
+    float panel[BLOCK_TILES][PANEL_FLOATS];
+    float acc[BLOCK_TILES][ACC_FLOATS];
 } __attribute__((aligned(64))) scratch;
 
 /* One register tile: R rows x T vectors over n_group groups of the panel. */
@@ -207,25 +202,43 @@ TILE void tile(const int R, const int T, float *acc, const float *w, const float
         for (int r = 0; r < R; r++) _mm512_store_ps(acc + (t * R + r) * 16, a[t][r]);
 }
 
-/* All vectors of a strip against the panel. x points at the strip's first block, at the
- * panel's first column. */
-TILE void tile_strip(const int R, float *acc, const float *w, const float *x, size_t npad,
+/* n_tile tiles of R rows against a strip of vectors; x points at the strip's first block. A
+ * block of x, 16 KiB wide as a panel, is read from L2 by the first tile and from L1 by the
+ * others. */
+TILE void tile_strip(const int R, size_t n_tile, scratch *sc, const float *x, size_t npad,
                      size_t first_group, size_t n_group, size_t n_vec) {
     for (size_t t0 = 0; t0 < n_vec; t0 += K3_XBLOCK) {
         size_t in_block = n_vec - t0 < K3_XBLOCK ? n_vec - t0 : K3_XBLOCK;
-        size_t x_group = in_block * K3_GROUP, t = 0;
+        size_t x_group = in_block * K3_GROUP;
         const float *xb = x + t0 * npad + first_group * x_group;
-        float *at = acc + t0 * (size_t)R * 16;
-        for (; t + 4 <= in_block; t += 4)
-            tile(R, 4, at + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
-        if (t + 2 <= in_block) {
-            tile(R, 2, at + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
-            t += 2;
+        for (size_t k = 0; k < n_tile; k++) {
+            const float *w = sc->panel[k];
+            float *acc = sc->acc[k] + t0 * (size_t)R * 16;
+            size_t t = 0;
+            for (; t + 4 <= in_block; t += 4)
+                tile(R, 4, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
+            if (t + 2 <= in_block) {
+                tile(R, 2, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
+                t += 2;
+            }
+            if (t < in_block)
+                tile(R, 1, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
         }
-        if (t < in_block)
-            tile(R, 1, at + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
     }
 }
+
+/* Out of line and shared by all kinds of weights, so that the loops have the registers to
+ * themselves. */
+#define STRIP_FN(R)                                                                          \
+    static __attribute__((noinline)) void tile_strip##R(                                     \
+        size_t n_tile, scratch *sc, const float *x, size_t npad, size_t first_group,         \
+        size_t n_group, size_t n_vec) {                                                      \
+        tile_strip(R, n_tile, sc, x, npad, first_group, n_group, n_vec);                     \
+    }
+STRIP_FN(6)
+STRIP_FN(4)
+STRIP_FN(2)
+STRIP_FN(1)
 
 /* What a row of weights is, so that one driver serves all three kinds. */
 enum kind { BF16, F32, MXFP4 };
@@ -251,21 +264,21 @@ TILE void widen_mxfp4(float *to, const uint8_t *p, uint8_t code) {
     _mm512_store_ps(to + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), table));
 }
 
-/* Fill the panel with R rows from `row`. The same place of the next R rows is prefetched:
- * the hardware sees only short runs and would start anew in each. */
+/* Fill a panel with R rows from `row`. What lies `ahead` bytes on is the next panel: the
+ * hardware sees only short runs and would start anew in each. */
 TILE void fill_panel(const enum kind kind, const int R, float *panel, const weights *m, size_t row,
-                     size_t g0, size_t n_group) {
+                     size_t g0, size_t n_group, size_t ahead) {
     for (int r = 0; r < R; r++) {
         size_t at = (row + (size_t)r) * m->ldw + g0 * K3_GROUP;
         for (size_t g = 0; g < n_group; g++, at += K3_GROUP) {
             float *to = panel + (g * (size_t)R + (size_t)r) * K3_GROUP;
             if (kind == BF16) {
                 const uint16_t *p = (const uint16_t *)m->w + at;
-                _mm_prefetch((const char *)(p + (size_t)R * m->ldw), _MM_HINT_T1);
+                _mm_prefetch((const char *)p + ahead, _MM_HINT_T1);
                 widen_bf16(to, p, m->n - (g0 + g) * K3_GROUP);
             } else if (kind == MXFP4) {
                 const uint8_t *p = (const uint8_t *)m->w + at / 2;
-                if (g % 4 == 0) _mm_prefetch((const char *)(p + (size_t)R * m->ldw / 2), _MM_HINT_T1);
+                if (g % 4 == 0) _mm_prefetch((const char *)p + ahead, _MM_HINT_T1);
                 widen_mxfp4(to, p, m->s[at / K3_GROUP]);
             } else {
                 const float *p = (const float *)m->w + at;
@@ -276,20 +289,32 @@ TILE void fill_panel(const enum kind kind, const int R, float *panel, const weig
     }
 }
 
-/* R rows against a strip of n_vec vectors. */
-TILE void strip_rows(const enum kind kind, const int R, scratch *sc, float *y, size_t ldy,
-                     const weights *m, size_t row, const float *x, size_t n_vec) {
-    size_t npad = k3_pad(m->n), n_group = npad / K3_GROUP;
-    memset(sc->acc, 0, n_vec * (size_t)R * 16 * sizeof(float));
+/* n_tile tiles of R rows against a strip of n_vec vectors. */
+TILE void strip_rows(const enum kind kind, const int R, size_t n_tile, scratch *sc, float *y,
+                     size_t ldy, const weights *m, size_t row, const float *x, size_t n_vec) {
+    const size_t npad = k3_pad(m->n), n_group = npad / K3_GROUP, n_row = n_tile * (size_t)R;
+    const size_t group_bytes = kind == BF16 ? 64 : kind == MXFP4 ? 16 : 128;
+    for (size_t k = 0; k < n_tile; k++)
+        memset(sc->acc[k], 0, n_vec * (size_t)R * 16 * sizeof(float));
     for (size_t g0 = 0; g0 < n_group; g0 += PANEL_GROUPS) {
-        size_t ng = n_group - g0 < PANEL_GROUPS ? n_group - g0 : PANEL_GROUPS;
-        fill_panel(kind, R, sc->panel, m, row, g0, ng);
-        tile_strip(R, sc->acc, sc->panel, x, npad, g0, ng, n_vec);
+        size_t ng = PANEL_GROUPS, ahead = PANEL_GROUPS * group_bytes;
+        if (g0 + PANEL_GROUPS >= n_group) { /* the next panel is in the next rows */
+            ng = n_group - g0;
+            ahead = n_row * m->ldw / K3_GROUP * group_bytes - g0 * group_bytes;
+        }
+        for (size_t k = 0; k < n_tile; k++)
+            fill_panel(kind, R, sc->panel[k], m, row + k * (size_t)R, g0, ng, ahead);
+        if (R == 6) tile_strip6(n_tile, sc, x, npad, g0, ng, n_vec);
+        else if (R == 4) tile_strip4(n_tile, sc, x, npad, g0, ng, n_vec);
+        else if (R == 2) tile_strip2(n_tile, sc, x, npad, g0, ng, n_vec);
+        else tile_strip1(n_tile, sc, x, npad, g0, ng, n_vec);
     }
-    for (size_t t = 0; t < n_vec; t++)
-        for (int r = 0; r < R; r++)
-            y[t * ldy + row + (size_t)r] =
-                fold(_mm512_load_ps(sc->acc + (t * (size_t)R + (size_t)r) * 16));
+    for (size_t k = 0; k < n_tile; k++)
+        for (size_t t = 0; t < n_vec; t++)
+            for (int r = 0; r < R; r++) {
+                const float *a = sc->acc[k] + (t * (size_t)R + (size_t)r) * 16;
+                y[t * ldy + row + k * (size_t)R + (size_t)r] = fold(_mm512_load_ps(a));
+            }
 }
 
 /* Strips outside, rows inside: a strip of x stays in L2 while the rows pass. */
@@ -302,19 +327,13 @@ TILE void matmul(const enum kind kind, float *y, size_t ldy, const weights *m, s
         float *yt = y + t0 * ldy;
         for (size_t r = 0; r < n_rows;) {
             size_t left = n_rows - r;
-            if (left >= 6 && left != 8) {
-                strip_rows(kind, 6, &sc, yt, ldy, m, r, x, n_vec);
-                r += 6;
-            } else if (left >= 4) {
-                strip_rows(kind, 4, &sc, yt, ldy, m, r, x, n_vec);
-                r += 4;
-            } else if (left >= 2) {
-                strip_rows(kind, 2, &sc, yt, ldy, m, r, x, n_vec);
-                r += 2;
-            } else {
-                strip_rows(kind, 1, &sc, yt, ldy, m, r, x, n_vec);
-                r += 1;
-            }
+            size_t rows = left >= 6 && left != 8 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            size_t n_tile = left / rows < BLOCK_TILES ? left / rows : BLOCK_TILES;
+            if (rows == 6) strip_rows(kind, 6, n_tile, &sc, yt, ldy, m, r, x, n_vec);
+            else if (rows == 4) strip_rows(kind, 4, n_tile, &sc, yt, ldy, m, r, x, n_vec);
+            else if (rows == 2) strip_rows(kind, 2, n_tile, &sc, yt, ldy, m, r, x, n_vec);
+            else strip_rows(kind, 1, n_tile, &sc, yt, ldy, m, r, x, n_vec);
+            r += n_tile * rows;
         }
     }
 }

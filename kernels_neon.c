@@ -344,8 +344,9 @@ DEFINE_TILE(3)
 DEFINE_TILE(4)
 
 /* Multiply the panel, whose first group is g0, into vectors t0 .. t0 + n_vec - 1. */
-static __attribute__((noinline)) void use_panel(sums sum, panel p, const float *xp, size_t npad, size_t batch, size_t t0,
-                      size_t n_vec, size_t g0, size_t n_group) {
+__attribute__((noinline)) static void use_panel(sums sum, panel p, const float *xp, size_t npad,
+                                                size_t batch, size_t t0, size_t n_vec, size_t g0,
+                                                size_t n_group) {
     for (size_t t = 0, step; t < n_vec; t += step) {
         size_t block = (t0 + t) / K3_XBLOCK * K3_XBLOCK;
         size_t in_block = batch - block < K3_XBLOCK ? batch - block : K3_XBLOCK;

@@ -156,6 +156,8 @@ else
     fail "missing tiktoken.model" "exit $rc, wanted 1 or 3 and the name"
 fi
 check "ids without tiktoken.model" 0 "ids only, no text" "$K3" run --model "$T/notok" --tokens 4 --ids 343,336,327,444,1489,311
+check "memory bound too small" 4 "--ram" "$K3" run -q --ram 1M x
+check "context beyond the model" 2 "100000.*4096" "$K3" run -q --context 100000 x
 check "unknown kernels" 2 "nope" "$K3" run -q --kernels nope x
 
 # ---- Text --------------------------------------------------------------------------------

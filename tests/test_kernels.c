@@ -227,7 +227,8 @@ static uint8_t *arena[MAX_BUFFERS];
 static size_t page_bytes;
 
 static uint8_t *guarded_map(size_t n_bytes) {
-    uint8_t *p = mmap(NULL, n_bytes + 2 * page_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+    uint8_t *p = mmap(NULL, n_bytes + 2 * page_bytes, PROT_NONE, flags, -1, 0);
     if (p == MAP_FAILED || mprotect(p + page_bytes, n_bytes, PROT_READ | PROT_WRITE) != 0) {
         perror("test_kernels: mmap");
         exit(2);
@@ -238,13 +239,18 @@ static uint8_t *guarded_map(size_t n_bytes) {
 typedef enum { AT_END, AT_START, OFF_START, N_PLACES } place;
 static const char *const place_name[N_PLACES] = {"end", "start", "misaligned"};
 
-/* -- A kernel that touches a guard page comes back here. */
+/* -- A kernel that touches a guard page comes back here. The signal has reset the floating
+ * point state by then: put it back, so that a wrong one is not cured. */
 static sigjmp_buf trap;
+static fenv_t state_at_start;
 
 static void on_fault(int sig) { siglongjmp(trap, sig); }
 
 static bool run_guarded(call_fn call, const k3_kernels *K, void **p, const shape *s) {
-    if (sigsetjmp(trap, 1) != 0) return false;
+    if (sigsetjmp(trap, 1) != 0) {
+        fesetenv(&state_at_start);
+        return false;
+    }
     call(K, p, s);
     return true;
 }
@@ -277,8 +283,8 @@ static void family_fail(size_t k, const shape *s, const char *format, ...) {
 static void family_end(void) {
     for (size_t k = 0; k < n_tables; k++)
         if (!CHECK(family_runs > 0 && family_bad[k] == 0))
-            printf("    %s %s [%s]: %" PRIu64 " mismatches in %" PRIu64 " trials\n", tables[k]->name,
-                   family_kernel, family_shapes, family_bad[k], family_runs);
+            printf("    %s %s [%s]: %" PRIu64 " mismatches in %" PRIu64 " trials\n",
+                   tables[k]->name, family_kernel, family_shapes, family_bad[k], family_runs);
     if (n_tables == 0) SKIP(family_kernel);
 }
 
@@ -513,7 +519,7 @@ static void test_matmul_lengths(format f) {
         size_t mark = pool_used;
         sample s = sample_new(f, (kind)(n % N_KINDS), n, 33, is_quick ? 17 : 64);
         for (size_t b = 0; b < LEN(batches); b++)
-            if (batches[b] <= s.batch)
+            if (batches[b] <= s.batch && (batches[b] <= 9 || (n + b) % 3 == 0))
                 try_matmul(&s, row_counts[(n + b) % LEN(row_counts)], batches[b], n % 4, b % 3);
         pool_used = mark;
     }
@@ -628,7 +634,7 @@ static void test_mxfp4(void) {
             size_t mark = pool_used;
             sample s = mxfp4_new(k, groups[i] * 32, 33, is_quick ? 17 : 64);
             for (size_t b = 0; b < LEN(batches); b++)
-                if (batches[b] <= s.batch && (groups[i] < 16 || (i + b + k) % 2))
+                if (batches[b] <= s.batch && (groups[i] < 16 || (i + b + k) % 3 == 0))
                     try_matmul(&s, row_counts[(i + b + k) % LEN(row_counts)], batches[b], 0, b % 3);
             pool_used = mark;
         }
@@ -637,9 +643,10 @@ static void test_mxfp4(void) {
     family_begin("matmul_mxfp4", "n 3072, 3584");
     for (size_t n = 3072; n <= 3584; n += 512) {
         sample s = mxfp4_new(n == 3072 ? NINE : FULL, n, is_quick ? 9 : 33, is_quick ? 3 : 33);
-        for (size_t b = 0; b < LEN(batches); b++)
-            if (batches[b] <= s.batch)
-                try_matmul(&s, MIN(s.rows, row_counts[LEN(row_counts) - 1 - b % 5]), batches[b], 0, 0);
+        for (size_t b = 0; b < LEN(batches); b++) {
+            size_t rows = MIN(s.rows, row_counts[LEN(row_counts) - 1 - b % 5]);
+            if (batches[b] <= s.batch) try_matmul(&s, rows, batches[b], 0, 0);
+        }
         pool_used = 0;
     }
     family_end();
@@ -887,8 +894,10 @@ static void test_chains(bool is_bf16) {
         family_begin(kernel, name[i]);
         for (size_t j = 0; j < LEN(n_j); j++)
             for (size_t b = 0; b < LEN(batches); b++)
-                if ((!is_quick && n_i[i] < 128) || (i + j + b) % (is_quick ? 7 : 3) == 0)
-                    try_chain(is_bf16, (kind)((j + b) % N_KINDS), n_i[i], n_j[j], batches[b], j + b);
+                if ((!is_quick && n_i[i] < 128) || (i + j + b) % (is_quick ? 7 : 3) == 0) {
+                    kind k = (kind)((j + b) % N_KINDS);
+                    try_chain(is_bf16, k, n_i[i], n_j[j], batches[b], j + b);
+                }
         family_end();
     }
     family_begin(kernel, "512 columns");
@@ -982,7 +991,7 @@ static void try_kda(size_t d, size_t n_tok, kind kd) {
         add_buffer(&t, k, NULL, n_tok * d * 4, 4);
         add_buffer(&t, q, NULL, n_tok * d * 4, 4);
         add_buffer(&t, strided_image(val, d, n_tok, d, ldv), NULL, ((n_tok - 1) * ldv + d) * 4, 4);
-        add_buffer(&t, strided_image(beta, 1, n_tok, 1, ldb), NULL, ((n_tok - 1) * ldb + 1) * 4, 4);
+        add_buffer(&t, strided_image(beta, 1, n_tok, 1, ldb), NULL, (n_tok * ldb - ldb + 1) * 4, 4);
         add_buffer(&t, take_canary(n_o), strided_image(o, d, n_tok, d, ldo), n_o * 4, 4);
         run_trial(&t);
     }
@@ -996,7 +1005,8 @@ static void test_kda(void) {
         family_begin("kda", name[j]);
         for (size_t i = 0; i < LEN(d); i++)
             for (kind kd = PLAIN; kd < N_KINDS; kd++)
-                if (!is_quick || (d[i] < 64 ? kd % 2 == 0 : kd == WIDE)) try_kda(d[i], n_tok[j], kd);
+                if (!is_quick || (d[i] < 64 ? kd % 2 == 0 : kd == WIDE))
+                    try_kda(d[i], n_tok[j], kd);
         family_end();
     }
 }
@@ -1030,7 +1040,9 @@ static void test_pack(void) {
     family_end();
 }
 
-static void call_widen(const k3_kernels *K, void **p, const shape *s) { K->widen(p[0], p[1], s->n); }
+static void call_widen(const k3_kernels *K, void **p, const shape *s) {
+    K->widen(p[0], p[1], s->n);
+}
 
 static void test_widen(void) {
     family_begin("widen", "all bf16");
@@ -1250,7 +1262,9 @@ static float draw_term(size_t i) {
     case 0: return ldexpf((float)(2 * rnd_below(1 << 22) + 1), -41) * (rnd() & 1 ? -1.0f : 1.0f);
     case 1: return rnd_f32(-45, -18);
     case 2: return rnd_f32(-18, 16);
-    default: return rnd() % 3 ? draw_w(TINY) : oracle_from_bits(rnd() & 1 ? 0x47ffffff : 0xc7ffffff);
+    default:
+        if (rnd() % 3) return draw_w(TINY);
+        return rnd() & 1 ? 0x1.fffffep16f : -0x1.fffffep16f; /* the largest */
     }
 }
 
@@ -1351,7 +1365,7 @@ static void test_is_finite(void) {
             trial t = {.call = call_is_finite, .s = {.n = n, .n_i = i}};
             add_buffer(&t, x, NULL, n * 4, 4);
             add_buffer(&t, &before, &want, 1, 1);
-            if (!is_quick || (n + i) % 5 == 0 || i == n) run_trial(&t);
+            if (!is_quick || (n + i) % 7 == 0 || i == n) run_trial(&t);
             pool_used = 0;
         }
     family_end();
@@ -1514,7 +1528,7 @@ static void sweep_report(const char *patterns, uint64_t stride) {
         for (size_t k = 0; k < n_tables; k++) family_bad[k] = r.bad[k][which];
         family_end();
     }
-    printf("test_kernels: %s, %" PRIu64 " inputs: exp %.3f ulp (subnormal results %.3f), "
+    printf("kernels: %s, %" PRIu64 " inputs: exp %.3f ulp (subnormal results %.3f), "
            "sigmoid %.3f, tanh %.3f\n", patterns, r.n, r.exp_max, r.exp_low_max, r.sigmoid_max,
            r.tanh_max);
     CHECK(r.inline_bad == 0);
@@ -1667,8 +1681,10 @@ static void open_table(const k3_kernels *K, const char *name) {
     snprintf(line, sizeof line, "table %s: %s", name, K ? "not on this CPU" : "not linked");
     if (!K || !K->is_supported())
         SKIP(line);
-    else
+    else {
+        CHECK_EQ_STR(K->name, name);
         tables[n_tables++] = K;
+    }
 }
 
 static void open_tables(void) {
@@ -1679,11 +1695,11 @@ static void open_tables(void) {
 #elif defined(__aarch64__)
     open_table(&k3_kernels_neon, "neon");
 #endif
-    printf("test_kernels: tables");
+    printf("kernels: tables");
     for (size_t k = 0; k < n_tables; k++) printf(" %s", tables[k]->name);
     printf("%s\n", is_quick ? ", quick" : "");
     CHECK(n_tables > 0);
-    for (size_t k = 0; k < n_tables; k++) {
+    for (size_t k = 0; k < n_tables; k++) { /* complete: no member is empty */
         void *const *field = (void *const *)(const void *)tables[k];
         size_t n_empty = 0;
         for (size_t i = 0; i < sizeof *tables[k] / sizeof *field; i++) n_empty += !field[i];
@@ -1721,16 +1737,17 @@ static void touch_guard(const k3_kernels *K, void **p, const shape *s) {
 }
 
 int main(int argc, char **argv) {
-    test_begin("test_kernels");
+    test_begin("kernels");
     if (!read_arguments(argc, argv)) {
         fprintf(stderr, "usage: test_kernels [--quick] [--big] [--data DIR]\n");
         return 2;
     }
+    fegetenv(&state_at_start);
+    test_state_of_floats();
     open_memory();
     void *past = arena[0] + ARENA_BYTES, *before = arena[0] - 1;
     CHECK(!run_guarded(touch_guard, NULL, &past, NULL));
     CHECK(!run_guarded(touch_guard, NULL, &before, NULL));
-    test_state_of_floats();
     open_tables();
     test_inline_definitions();
     for (format f = BF16; f <= F32; f++) {

@@ -1,0 +1,19 @@
+#!/bin/sh
+# fuzz.sh - SECONDS on each fuzz target with libFuzzer, ASan and UBSan (clang).
+#
+#   tests/fuzz.sh [SECONDS]
+#
+# Findings are left in build-fuzz/; minimised ones belong in tests/corpus/.
+set -eu
+cd "$(dirname "$0")/.."
+seconds=${1:-60}
+dir=build-fuzz
+mkdir -p $dir
+command -v clang >/dev/null || { echo "fuzz: SKIP clang is not installed"; exit 77; }
+for target in text config header index; do
+    clang -std=c99 -D_GNU_SOURCE -O1 -g -fsanitize=fuzzer,address,undefined -Wno-unused-function \
+        -o $dir/fuzz_$target tests/fuzz_$target.c -lpcre2-8 -ljson-c -lpthread -lm
+    mkdir -p $dir/corpus_$target
+    $dir/fuzz_$target -max_total_time="$seconds" -artifact_prefix=$dir/ -print_final_stats=1 \
+        $dir/corpus_$target tests/corpus/$target
+done

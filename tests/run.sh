@@ -1,0 +1,60 @@
+#!/bin/sh
+# run.sh - every test of `make test`; the last line is "N passed, N failed, N skipped".
+#
+#   BUILD=build CC=cc tests/run.sh [--quick]
+#
+# Each program prints "name: N passed, N failed, N skipped", which is added up here. Exit 77
+# counts as one skip, any other failure without a count as one failure.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+: "${BUILD:=build}" "${CC:=cc}"
+export BUILD CC
+export K3="$BUILD/k3"
+# More threads than cores are tested: let them sleep at barriers instead of spinning.
+export OMP_WAIT_POLICY=passive
+quick=${1:-}
+out=$(mktemp) || exit 1
+trap 'rm -f "$out"' EXIT
+passed=0 failed=0 skipped=0
+
+run() {
+    start=$(date +%s)
+    "$@" >"$out" 2>&1
+    rc=$?
+    line=$(grep -E '^[a-z_0-9]+: [0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$' "$out" | tail -n 1)
+    if [ -n "$line" ]; then
+        # shellcheck disable=SC2046
+        set -- $(echo "$line" | sed 's/^[^:]*: //; s/[^0-9 ]//g')
+        passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
+        [ $rc -eq 0 ] || [ "$2" -gt 0 ] || { failed=$((failed + 1)); line="$line (exit $rc)"; }
+        grep -E 'SKIP' "$out"
+        [ $rc -eq 0 ] || grep -v 'SKIP' "$out" | tail -n 40
+        echo "$line  [$(($(date +%s) - start)) s]"
+    elif [ $rc -eq 77 ]; then
+        skipped=$((skipped + 1))
+        cat "$out"
+    else
+        failed=$((failed + 1))
+        tail -n 40 "$out"
+        echo "FAILED (exit $rc): $*"
+    fi
+}
+
+replay() {
+    run "$BUILD/replay_$1" "tests/corpus/$1"
+}
+
+# shellcheck disable=SC2086
+run "$BUILD/test_kernels" $quick
+run "$BUILD/test_text"
+run "$BUILD/test_model"
+# shellcheck disable=SC2086
+run "$BUILD/test_engine" demo scripts tests/data $quick
+for target in text config header index; do replay $target; done
+run tests/test_cli.sh
+if [ -z "$quick" ]; then
+    run tests/test_example.sh
+    run tests/test_builds.sh
+fi
+echo "$passed passed, $failed failed, $skipped skipped"
+[ $failed -eq 0 ]
