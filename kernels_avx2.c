@@ -86,12 +86,6 @@ TILE __m256i load32(const void *p) { return _mm256_loadu_si256((const __m256i *)
 
 /* ---- Batch 1 -------------------------------------------------------------------- */
 
-#ifndef BF16_PF
-#define BF16_PF 1024
-#endif
-#ifndef BF16_R
-#define BF16_R 4
-#endif
 /* One group of bf16 in one row: lanes 0..7 in acc[0], 8..15 in acc[1]. */
 TILE void bf16_group(__m256 acc[2], const uint16_t *p, const float *x) {
     __m256i v0 = load32(p), v1 = load32(p + 16);
@@ -110,7 +104,7 @@ TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t
     for (; i + K3_GROUP <= n; i += K3_GROUP)
         for (int r = 0; r < R; r++) {
             const uint16_t *p = w + (size_t)r * ldw + i;
-            _mm_prefetch((const char *)p + BF16_PF, _MM_HINT_T0);
+            _mm_prefetch((const char *)p + 1024, _MM_HINT_T0);
             bf16_group(acc[r], p, x + i);
         }
     if (i < n)
@@ -125,7 +119,7 @@ TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t
 static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
                         const float *x) {
     size_t r = 0;
-    for (; r + BF16_R <= n_rows; r += BF16_R) bf16_rows(BF16_R, y + r, w + r * ldw, ldw, n, x);
+    for (; r + 4 <= n_rows; r += 4) bf16_rows(4, y + r, w + r * ldw, ldw, n, x);
     for (; r < n_rows; r++) bf16_rows(1, y + r, w + r * ldw, ldw, n, x);
 }
 
@@ -178,23 +172,24 @@ static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_
 
 /* ---- Batch > 1 ------------------------------------------------------------------- */
 
-#ifndef PANEL_GROUPS
-#define PANEL_GROUPS 16 /* 512 columns */
-#endif
-#ifndef BLOCK_TILES
-#define BLOCK_TILES 4
-#endif
-#define TILE_ROWS    3  /* most rows of a tile       */
-#define STRIP        32 /* most vectors at a time    */
-#define PANEL_FLOATS (PANEL_GROUPS * TILE_ROWS * K3_GROUP)
-#define ACC_FLOATS   (STRIP * TILE_ROWS * 16)
+#define PANEL_GROUPS 8  /* 256 columns: panel and x share L1     */
+#define TILE_ROWS    3  /* most rows of a tile                   */
+#define STRIP        32 /* most vectors at a time                */
 
-/* For each tile of rows: the widened weights, panel[group][row][16 evens | 16 odds], and the
- * accumulators, acc[vector][row][lane], with as many rows as the tile has. */
+/* Widened weights, panel[group][row][16 evens | 16 odds], and accumulators,
+ * acc[vector][row][lane]; as many rows as the tile has. */
 typedef struct {
-    float panel[BLOCK_TILES][PANEL_FLOATS];
-    float acc[BLOCK_TILES][ACC_FLOATS];
+    float panel[PANEL_GROUPS * TILE_ROWS * K3_GROUP];
+    float acc[STRIP * TILE_ROWS * 16];
 } __attribute__((aligned(64))) scratch;
+
+/* gcc would fold the load of a weight into each of its uses, and the tile would wait for its
+ * loads; this makes it one. clang does the right thing and is only disturbed by it. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define ONE_LOAD(v) __asm__("" : "+x"(v))
+#else
+#define ONE_LOAD(v) (void)(v)
+#endif
 
 /* One register tile: R rows x T vectors over n_group groups of the panel. */
 TILE void tile(const int R, const int T, float *acc, const float *w, const float *x,
@@ -210,7 +205,7 @@ TILE void tile(const int R, const int T, float *acc, const float *w, const float
             for (int t = 0; t < T; t++) xt[t] = _mm256_load_ps(x + t * K3_GROUP + part * 8);
             for (int r = 0; r < R; r++) {
                 __m256 wr = _mm256_load_ps(w + r * K3_GROUP + part * 8);
-                __asm__("" : "+x"(wr)); /* one load for T uses: gcc would fold it into each */
+                ONE_LOAD(wr);
                 for (int t = 0; t < T; t++) a[t][r][h] = _mm256_fmadd_ps(wr, xt[t], a[t][r][h]);
             }
         }
@@ -219,24 +214,17 @@ TILE void tile(const int R, const int T, float *acc, const float *w, const float
             for (int h = 0; h < 2; h++) _mm256_store_ps(acc + (t * R + r) * 16 + h * 8, a[t][r][h]);
 }
 
-/* n_tile tiles of R rows against a strip of vectors; x points at the strip's first block. A
- * block of x, 16 KiB wide as a panel, is read from L2 by the first tile and from L1 by the
- * others. */
-TILE void tile_strip(const int R, size_t n_tile, scratch *sc, const float *x, size_t npad,
+/* One panel against all vectors of a strip; x points at the strip's first block. */
+TILE void tile_strip(const int R, float *acc, const float *w, const float *x, size_t npad,
                      size_t first_group, size_t n_group, size_t n_vec) {
-    for (size_t t0 = 0; t0 < n_vec; t0 += K3_XBLOCK) {
-        size_t in_block = n_vec - t0 < K3_XBLOCK ? n_vec - t0 : K3_XBLOCK;
+    for (size_t t0 = 0; t0 < n_vec; t0 += K3_XBLOCK, acc += K3_XBLOCK * R * 16) {
+        size_t in_block = n_vec - t0 < K3_XBLOCK ? n_vec - t0 : K3_XBLOCK, t = 0;
         size_t x_group = in_block * K3_GROUP;
         const float *xb = x + t0 * npad + first_group * x_group;
-        for (size_t k = 0; k < n_tile; k++) {
-            const float *w = sc->panel[k];
-            float *acc = sc->acc[k] + t0 * (size_t)R * 16;
-            size_t t = 0;
-            for (; t + 2 <= in_block; t += 2)
-                tile(R, 2, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
-            if (t < in_block)
-                tile(R, 1, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
-        }
+        for (; t + 2 <= in_block; t += 2)
+            tile(R, 2, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
+        if (t < in_block)
+            tile(R, 1, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
     }
 }
 
@@ -244,9 +232,9 @@ TILE void tile_strip(const int R, size_t n_tile, scratch *sc, const float *x, si
  * themselves. */
 #define STRIP_FN(R)                                                                          \
     static __attribute__((noinline)) void tile_strip##R(                                     \
-        size_t n_tile, scratch *sc, const float *x, size_t npad, size_t first_group,         \
+        float *acc, const float *w, const float *x, size_t npad, size_t first_group,         \
         size_t n_group, size_t n_vec) {                                                      \
-        tile_strip(R, n_tile, sc, x, npad, first_group, n_group, n_vec);                     \
+        tile_strip(R, acc, w, x, npad, first_group, n_group, n_vec);                         \
     }
 STRIP_FN(3)
 STRIP_FN(2)
@@ -313,32 +301,28 @@ TILE void fill_panel(const enum kind kind, const int R, float *panel, const weig
     }
 }
 
-/* n_tile tiles of R rows against a strip of n_vec vectors. */
-TILE void strip_rows(const enum kind kind, const int R, size_t n_tile, scratch *sc, float *y,
-                     size_t ldy, const weights *m, size_t row, const float *x, size_t n_vec) {
-    const size_t npad = k3_pad(m->n), n_group = npad / K3_GROUP, n_row = n_tile * (size_t)R;
+/* R rows against a strip of n_vec vectors. */
+TILE void strip_rows(const enum kind kind, const int R, scratch *sc, float *y, size_t ldy,
+                     const weights *m, size_t row, const float *x, size_t n_vec) {
+    const size_t npad = k3_pad(m->n), n_group = npad / K3_GROUP;
     const size_t group_bytes = kind == BF16 ? 64 : kind == MXFP4 ? 16 : 128;
-    for (size_t k = 0; k < n_tile; k++)
-        memset(sc->acc[k], 0, n_vec * (size_t)R * 16 * sizeof(float));
+    memset(sc->acc, 0, n_vec * (size_t)R * 16 * sizeof(float));
     for (size_t g0 = 0; g0 < n_group; g0 += PANEL_GROUPS) {
         size_t ng = PANEL_GROUPS, ahead = PANEL_GROUPS * group_bytes;
         if (g0 + PANEL_GROUPS >= n_group) { /* the next panel is in the next rows */
             ng = n_group - g0;
-            ahead = n_row * m->ldw / K3_GROUP * group_bytes - g0 * group_bytes;
+            ahead = ((size_t)R * m->ldw / K3_GROUP - g0) * group_bytes;
         }
-        for (size_t k = 0; k < n_tile; k++)
-            fill_panel(kind, R, sc->panel[k], m, row + k * (size_t)R, g0, ng, ahead);
-        if (R == 3) tile_strip3(n_tile, sc, x, npad, g0, ng, n_vec);
-        else if (R == 2) tile_strip2(n_tile, sc, x, npad, g0, ng, n_vec);
-        else tile_strip1(n_tile, sc, x, npad, g0, ng, n_vec);
+        fill_panel(kind, R, sc->panel, m, row, g0, ng, ahead);
+        if (R == 3) tile_strip3(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
+        else if (R == 2) tile_strip2(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
+        else tile_strip1(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
     }
-    for (size_t k = 0; k < n_tile; k++)
-        for (size_t t = 0; t < n_vec; t++)
-            for (int r = 0; r < R; r++) {
-                const float *a = sc->acc[k] + (t * (size_t)R + (size_t)r) * 16;
-                y[t * ldy + row + k * (size_t)R + (size_t)r] =
-                    fold(_mm256_load_ps(a), _mm256_load_ps(a + 8));
-            }
+    for (size_t t = 0; t < n_vec; t++)
+        for (int r = 0; r < R; r++) {
+            const float *a = sc->acc + (t * (size_t)R + (size_t)r) * 16;
+            y[t * ldy + row + (size_t)r] = fold(_mm256_load_ps(a), _mm256_load_ps(a + 8));
+        }
 }
 
 /* Strips outside, rows inside: a strip of x stays in L2 while the rows pass. */
@@ -349,13 +333,9 @@ TILE void matmul(const enum kind kind, float *y, size_t ldy, const weights *m, s
         size_t n_vec = batch - t0 < STRIP ? batch - t0 : STRIP, r = 0;
         const float *x = xp + t0 * k3_pad(m->n);
         float *yt = y + t0 * ldy;
-        while (r + 3 <= n_rows) {
-            size_t n_tile = (n_rows - r) / 3 < BLOCK_TILES ? (n_rows - r) / 3 : BLOCK_TILES;
-            strip_rows(kind, 3, n_tile, &sc, yt, ldy, m, r, x, n_vec);
-            r += n_tile * 3;
-        }
-        if (n_rows - r == 2) strip_rows(kind, 2, 1, &sc, yt, ldy, m, r, x, n_vec);
-        if (n_rows - r == 1) strip_rows(kind, 1, 1, &sc, yt, ldy, m, r, x, n_vec);
+        for (; r + 3 <= n_rows; r += 3) strip_rows(kind, 3, &sc, yt, ldy, m, r, x, n_vec);
+        if (n_rows - r == 2) strip_rows(kind, 2, &sc, yt, ldy, m, r, x, n_vec);
+        if (n_rows - r == 1) strip_rows(kind, 1, &sc, yt, ldy, m, r, x, n_vec);
     }
 }
 
@@ -585,7 +565,7 @@ static uint64_t avx2_read_stream(const void *p, size_t n_bytes) {
 static float avx2_peak_fma(uint64_t n, uint64_t *flops) {
     const __m256 m = _mm256_set1_ps(0.5f), c = _mm256_set1_ps(1.0f);
     __m256 a[12];
-    for (int j = 0; j < 12; j++) a[j] = _mm256_set1_ps((float)j);
+    for (int j = 0; j < 12; j++) a[j] = _mm256_set1_ps((float)(j + 3)); /* 2 is a fixed point */
     for (uint64_t i = 0; i < n; i++)
         for (int j = 0; j < 12; j++) a[j] = _mm256_fmadd_ps(a[j], m, c);
     for (int j = 1; j < 12; j++) a[0] = _mm256_add_ps(a[0], a[j]);
