@@ -17,7 +17,7 @@ K3_BITS = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errn
           -fno-trapping-math
 K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
 K3_OMP ?= -fopenmp
-K3_LIBS = -lpcre2-8 -ljson-c -lpthread -lm
+K3_LIBS = -luring -lpcre2-8 -ljson-c -lpthread -lm
 
 # Kernel sets of the machine that will run it, each with its own flags and no other file's.
 K3_TARGET := $(shell $(CC) -dumpmachine)

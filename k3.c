@@ -39,14 +39,19 @@
 #include <fcntl.h>
 #include <json-c/json.h>
 #include <locale.h>
+#include <liburing.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#define XXH_INLINE_ALL
+#include <xxhash.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -890,7 +895,8 @@ typedef struct {
 
 typedef struct {
     char *name;
-    int fd;
+    int fd[K3_MAX_COPIES]; /* the model's own, then the mirrors'; -1: not there */
+    int fd_direct[K3_MAX_COPIES];
     uint64_t size;
     bool is_needed; /* holds text tensors, or there is no index */
 } shard;
@@ -1384,7 +1390,7 @@ static int read_exact(const shard *s, void *to, uint64_t n, uint64_t offset, k3_
     uint8_t *p = to;
     while (n > 0) {
         size_t step = n < (1u << 30) ? (size_t)n : 1u << 30;
-        ssize_t got = pread(s->fd, p, step, (off_t)offset);
+        ssize_t got = pread(s->fd[0], p, step, (off_t)offset);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0)
             return fail(err, K3_EIO, "%s: read of %llu bytes at offset 0x%llx: %s", s->name,
@@ -1441,7 +1447,9 @@ static int shard_add(model *m, const char *name, k3_error *err) {
         free(copy);
         return fail(err, K3_ENOMEM, "%s: out of memory for shard names", m->dir);
     }
-    m->shards[m->n_shards] = (shard){.name = copy, .fd = -1};
+    shard *s = &m->shards[m->n_shards];
+    *s = (shard){.name = copy};
+    for (int i = 0; i < K3_MAX_COPIES; i++) s->fd[i] = s->fd_direct[i] = -1;
     return (int)m->n_shards++;
 }
 
@@ -1511,11 +1519,11 @@ static int shards_from_dir(model *m, k3_error *err) {
 static int shard_open(model *m, shard *s, k3_error *err) {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", m->dir, s->name);
-    s->fd = file_open(path, &s->size, err);
-    if (s->fd < 0 && errno == ENOENT)
+    s->fd[0] = file_open(path, &s->size, err);
+    if (s->fd[0] < 0 && errno == ENOENT)
         return fail(err, K3_EMODEL, "%s: %s %s; download it", s->name,
                     m->has_index ? "named by the index but not in" : "a dangling link in", m->dir);
-    return s->fd < 0 ? s->fd : 0;
+    return s->fd[0] < 0 ? s->fd[0] : 0;
 }
 
 static int name_order(const void *a, const void *b) {
@@ -1577,7 +1585,10 @@ static int model_complete(model *m, const k3_shape *sh, k3_error *err) {
 
 static void model_close(model *m) {
     for (uint32_t i = 0; i < m->n_shards; i++) {
-        if (m->shards[i].fd >= 0) close(m->shards[i].fd);
+        for (int c = 0; c < K3_MAX_COPIES; c++) {
+            if (m->shards[i].fd[c] >= 0) close(m->shards[i].fd[c]);
+            if (m->shards[i].fd_direct[c] >= 0) close(m->shards[i].fd_direct[c]);
+        }
         free(m->shards[i].name);
     }
     free(m->shards);
@@ -1612,45 +1623,474 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
     return rc < 0 ? rc : model_complete(m, sh, err);
 }
 
-/* ==== 6. Trunk and expert store ======================================================
+/* ==== 6. Disk, trunk, experts: the bytes =============================================
  *
- * The trunk is read once, at open: bf16 matrices as they are, vectors widened to f32, the two
- * vectors of each AttnRes folded into one. Embedding rows stay on disk and are read as needed.
- * Experts live in per-layer slots, as packed bytes in the file's own order:
+ * Three parts, each a caller of the one before. The disk serves reads while layers compute. The
+ * trunk is resident as far as the budget goes; the rest passes through a ring in the order in
+ * which a token uses it. Experts live in slots.
+ */
+
+/* ---- Disk ----
  *
- *   - a slot holds one whole expert or nothing; its bytes are checked when they arrive;
- *   - a pinned slot is readable and cannot be evicted; everything else may change at any pin;
- *   - the victim is the unpinned slot with the least heat (decayed router weight): a global LRU
- *     is a cyclic scan and never hits below one token's worth of experts;
- *   - with room for all experts nothing is ever evicted;
- *   - a failed read leaves the slot empty and fails the step: an expert is never zeros.
+ * One queue with three urgencies, served by a pool of threads in pread or by one thread that keeps
+ * an io_uring full: the same requests, the same checks.
+ *
+ *   - whoever wants bytes submits a request and waits for it; the request is the disk's from
+ *     submission until it is done or failed;
+ *   - demand overtakes trunk rows, trunk rows overtake guesses; what is not begun can be taken back;
+ *   - short reads go on, EINTR and EAGAIN are retried; an error, a file that ends early and a sum
+ *     that does not match are tried once more, then on the next copy of the shard; a copy that
+ *     failed twice is not asked again;
+ *   - a request that nobody can serve fails with its cause: no hang, no zeros.
+ *
+ * Reads cover whole 4096-byte blocks, as direct I/O wants it; buffers have room for that.
+ */
+#define IO_ALIGN       4096u
+#define IO_MAX_DEPTH   64
+#define IO_MAX_THREADS 16
+
+enum io_urgency { IO_DEMAND, IO_TRUNK, IO_GUESS, N_URGENCIES };
+enum io_state { IO_IDLE, IO_QUEUED, IO_BUSY, IO_DONE, IO_FAILED };
+
+typedef struct io_req {
+    uint8_t *to;        /* io_room(n) bytes, IO_ALIGN-aligned        */
+    uint8_t *at;        /* when done: where the n bytes begin        */
+    uint64_t offset, n;
+    uint64_t sum;       /* XXH3 of the n bytes, if has_sum           */
+    uint16_t i_shard;
+    bool has_sum;
+    enum io_state state;
+    enum io_urgency urgency;
+    int i_copy, n_tries;
+    int why;            /* errno of a failure; 0: the file ended     */
+    uint64_t got, start_ns;
+    struct io_req *next;
+} io_req;
+
+/* A directory that holds shards: the model's own, or a mirror. */
+typedef struct {
+    char *dir;
+    bool is_dead, is_told;
+    uint64_t queued, read_bytes;
+    double ns_per_byte; /* running estimate */
+} io_copy;
+
+/* How bytes are read; tests put a faulty disk here. */
+typedef ssize_t (*pread_fn)(void *user, int fd, void *to, size_t n, off_t offset);
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t work, done;
+    io_req *first[N_URGENCIES], *last[N_URGENCIES];
+    pthread_t threads[IO_MAX_THREADS];
+    int n_threads, depth, n_busy;
+    bool is_stopping, is_direct, is_uring;
+    pread_fn pread;
+    void *pread_user;
+    const shard *shards;
+    io_copy copies[K3_MAX_COPIES];
+    int n_copies;
+    uint64_t read_bytes, stall_ns, n_changes; /* n_changes: requests that are over */
+    struct io_uring ring;
+    int wake_fd;
+} disk;
+
+static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+static uint64_t io_room(uint64_t n) { return round_up(n, IO_ALIGN) + IO_ALIGN; }
+static uint64_t io_base(const io_req *r) { return r->offset / IO_ALIGN * IO_ALIGN; }
+
+/* Bytes still to be read, in whole blocks. */
+static uint64_t io_left(const io_req *r) {
+    return round_up(r->offset + r->n - io_base(r), IO_ALIGN) - r->got;
+}
+
+static int io_fd(const disk *d, const io_req *r) {
+    const shard *s = &d->shards[r->i_shard];
+    int direct = s->fd_direct[r->i_copy];
+    return d->is_direct && direct >= 0 ? direct : s->fd[r->i_copy];
+}
+
+/* The living copy that should answer first, or -1. Lock held, like in all that follow up to the
+ * workers, but for io_advance. */
+static int io_choose_copy(const disk *d, const io_req *r) {
+    int best = -1;
+    double best_ns = 0;
+    for (int i = 0; i < d->n_copies; i++) {
+        const io_copy *c = &d->copies[i];
+        double ns = (double)(c->queued + r->n) * c->ns_per_byte;
+        if (c->is_dead || d->shards[r->i_shard].fd[i] < 0) continue;
+        if (best < 0 || ns < best_ns) {
+            best = i;
+            best_ns = ns;
+        }
+    }
+    return best;
+}
+
+static void io_push(disk *d, io_req *r, enum io_urgency u) {
+    r->next = NULL;
+    r->urgency = u;
+    r->state = IO_QUEUED;
+    if (d->last[u])
+        d->last[u]->next = r;
+    else
+        d->first[u] = r;
+    d->last[u] = r;
+}
+
+/* Take a queued request out of its queue. */
+static void io_unlink(disk *d, io_req *r) {
+    io_req **at = &d->first[r->urgency], *before = NULL;
+    while (*at != r) {
+        before = *at;
+        at = &before->next;
+    }
+    *at = r->next;
+    if (d->last[r->urgency] == r) d->last[r->urgency] = before;
+    r->state = IO_IDLE;
+}
+
+static void io_finish(disk *d, io_req *r, enum io_state state) {
+    r->state = state;
+    d->n_busy--;
+    d->n_changes++;
+    pthread_cond_broadcast(&d->done);
+}
+
+/* The most urgent request, begun; NULL when there is none or the depth is reached. */
+static io_req *io_pop(disk *d) {
+    for (int u = 0; u < N_URGENCIES && d->n_busy < d->depth; u++) {
+        io_req *r = d->first[u];
+        if (!r) continue;
+        io_unlink(d, r);
+        r->state = IO_BUSY;
+        r->got = 0;
+        r->n_tries = 0;
+        r->why = 0;
+        r->start_ns = now_ns();
+        r->i_copy = io_choose_copy(d, r);
+        d->n_busy++;
+        if (r->i_copy >= 0) {
+            d->copies[r->i_copy].queued += r->n;
+            return r;
+        }
+        r->why = ENODEV;
+        io_finish(d, r, IO_FAILED);
+    }
+    return NULL;
+}
+
+/* Give a request that failed twice to another copy; false when none is left. A lone copy is never
+ * given up: the next request may fare better. */
+static bool io_next_copy(disk *d, io_req *r) {
+    io_copy *c = &d->copies[r->i_copy];
+    c->queued -= r->n;
+    if (d->n_copies > 1) c->is_dead = true;
+    int i = d->n_copies > 1 ? io_choose_copy(d, r) : -1;
+    if (i < 0) return false;
+    r->i_copy = i;
+    r->n_tries = 0;
+    d->copies[i].queued += r->n;
+    return true;
+}
+
+static void io_done(disk *d, io_req *r) {
+    io_copy *c = &d->copies[r->i_copy];
+    double ns = (double)(now_ns() - r->start_ns) / (double)r->n;
+    c->queued -= r->n;
+    c->read_bytes += r->n;
+    c->ns_per_byte = c->ns_per_byte > 0 ? 0.9 * c->ns_per_byte + 0.1 * ns : ns;
+    d->read_bytes += r->n;
+    io_finish(d, r, IO_DONE);
+}
+
+/* Digest the outcome of one read, bytes or -errno; lock not held. Returns whether the request is
+ * over. */
+static bool io_advance(disk *d, io_req *r, ssize_t res) {
+    uint64_t need = r->offset + r->n - io_base(r);
+    bool is_going_on = false;
+    if (res == -EINTR || res == -EAGAIN) return false;
+    if (res > 0) r->got += (uint64_t)res;
+    if (res > 0 && r->got < need) {
+        if (d->is_direct) r->got = r->got / IO_ALIGN * IO_ALIGN;
+        return false;
+    }
+    r->at = r->to + (r->offset - io_base(r));
+    if (res > 0 && (!r->has_sum || XXH3_64bits(r->at, (size_t)r->n) == r->sum)) {
+        pthread_mutex_lock(&d->lock);
+        io_done(d, r);
+        pthread_mutex_unlock(&d->lock);
+        return true;
+    }
+    r->why = res > 0 ? EBADMSG : (int)-res;
+    r->got = 0;
+    if (r->n_tries++ == 0) return false;
+    pthread_mutex_lock(&d->lock);
+    is_going_on = io_next_copy(d, r);
+    if (!is_going_on) io_finish(d, r, IO_FAILED);
+    pthread_mutex_unlock(&d->lock);
+    return !is_going_on;
+}
+
+static ssize_t plain_pread(void *user, int fd, void *to, size_t n, off_t offset) {
+    (void)user;
+    return pread(fd, to, n < (1u << 30) ? n : 1u << 30, offset);
+}
+
+/* One thread of the pool. */
+static void *pool_main(void *arg) {
+    disk *d = arg;
+    pthread_mutex_lock(&d->lock);
+    while (!d->is_stopping) {
+        io_req *r = io_pop(d);
+        if (!r) {
+            pthread_cond_wait(&d->work, &d->lock);
+            continue;
+        }
+        pthread_mutex_unlock(&d->lock);
+        ssize_t got;
+        do {
+            got = d->pread(d->pread_user, io_fd(d, r), r->to + r->got, (size_t)io_left(r),
+                           (off_t)(io_base(r) + r->got));
+            if (got < 0) got = -errno;
+        } while (!io_advance(d, r, got));
+        pthread_mutex_lock(&d->lock);
+        pthread_cond_signal(&d->work); /* the depth has room again */
+    }
+    pthread_mutex_unlock(&d->lock);
+    return NULL;
+}
+
+static void ring_prepare(disk *d, io_req *r) {
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring); /* entries exceed the depth: never NULL */
+    uint64_t n = io_left(r);
+    io_uring_prep_read(sqe, io_fd(d, r), r->to + r->got, n < (1u << 30) ? (unsigned)n : 1u << 30,
+                       io_base(r) + r->got);
+    io_uring_sqe_set_data(sqe, r);
+}
+
+static void ring_arm_wake(disk *d) {
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring);
+    io_uring_prep_poll_add(sqe, d->wake_fd, POLLIN);
+    io_uring_sqe_set_data(sqe, NULL);
+}
+
+/* The ring's thread: fill, wait for any completion or for new work, digest. */
+static void *ring_main(void *arg) {
+    disk *d = arg;
+    ring_arm_wake(d);
+    for (bool is_stopping = false; !is_stopping;) {
+        pthread_mutex_lock(&d->lock);
+        for (io_req *r; (r = io_pop(d));) ring_prepare(d, r);
+        is_stopping = d->is_stopping && d->n_busy == 0;
+        pthread_mutex_unlock(&d->lock);
+        struct io_uring_cqe *cqe;
+        if (is_stopping || io_uring_submit_and_wait(&d->ring, 1) < 0) continue;
+        while (io_uring_peek_cqe(&d->ring, &cqe) == 0) {
+            io_req *r = io_uring_cqe_get_data(cqe);
+            ssize_t res = cqe->res;
+            uint64_t n_wakes;
+            io_uring_cqe_seen(&d->ring, cqe);
+            if (r && !io_advance(d, r, res)) ring_prepare(d, r);
+            if (r) continue;
+            if (read(d->wake_fd, &n_wakes, sizeof n_wakes) > 0) ring_arm_wake(d);
+        }
+    }
+    return NULL;
+}
+
+static void disk_wake(disk *d) {
+    uint64_t one = 1;
+    if (!d->is_uring)
+        pthread_cond_signal(&d->work);
+    else if (write(d->wake_fd, &one, sizeof one) < 0)
+        return; /* the counter is full: the thread is awake */
+}
+
+static void disk_submit(disk *d, io_req *r, enum io_urgency u) {
+    pthread_mutex_lock(&d->lock);
+    io_push(d, r, u);
+    disk_wake(d);
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* A guess that became a need. */
+static void disk_raise(disk *d, io_req *r) {
+    pthread_mutex_lock(&d->lock);
+    if (r->state == IO_QUEUED && r->urgency != IO_DEMAND) {
+        io_unlink(d, r);
+        io_push(d, r, IO_DEMAND);
+    }
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* Take back what is not begun. Returns whether the request is the caller's again. */
+static bool disk_cancel(disk *d, io_req *r) {
+    pthread_mutex_lock(&d->lock);
+    if (r->state == IO_QUEUED) io_unlink(d, r);
+    bool is_mine = r->state != IO_BUSY;
+    pthread_mutex_unlock(&d->lock);
+    return is_mine;
+}
+
+static enum io_state disk_state(disk *d, const io_req *r) {
+    pthread_mutex_lock(&d->lock);
+    enum io_state state = r->state;
+    pthread_mutex_unlock(&d->lock);
+    return state;
+}
+
+/* How many requests are over so far; to be read before looking at their states. */
+static uint64_t disk_changes(disk *d) {
+    pthread_mutex_lock(&d->lock);
+    uint64_t n = d->n_changes;
+    pthread_mutex_unlock(&d->lock);
+    return n;
+}
+
+/* Sleep until more than `seen` are over. */
+static void disk_wait_change(disk *d, uint64_t seen) {
+    uint64_t start = now_ns();
+    pthread_mutex_lock(&d->lock);
+    while (d->n_changes == seen) pthread_cond_wait(&d->done, &d->lock);
+    d->stall_ns += now_ns() - start;
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* Sleep until a request is over. The time is what the disk cost this step. */
+static void disk_wait(disk *d, const io_req *r) {
+    uint64_t start = now_ns();
+    pthread_mutex_lock(&d->lock);
+    while (r->state == IO_QUEUED || r->state == IO_BUSY) pthread_cond_wait(&d->done, &d->lock);
+    d->stall_ns += now_ns() - start;
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* The line for a failed request. */
+static int disk_fail(const disk *d, const io_req *r, k3_error *err) {
+    const char *name = d->shards[r->i_shard].name;
+    unsigned long long n = r->n, offset = r->offset;
+    if (r->why == EBADMSG)
+        return fail(err, K3_EIO, "%s: %llu bytes at offset 0x%llx do not match their sum; the file is damaged, download it again",
+                    name, n, offset);
+    if (r->why == 0)
+        return fail(err, K3_EIO, "%s: short: %llu bytes at offset 0x%llx are not all there; did the file shrink?",
+                    name, n, offset);
+    return fail(err, K3_EIO, "%s: read of %llu bytes at offset 0x%llx: %s", name, n, offset,
+                r->why == ENODEV ? "no copy of the shard is left" : strerror(r->why));
+}
+
+static int disk_threads_start(disk *d, k3_error *err) {
+    void *(*run)(void *) = d->is_uring ? ring_main : pool_main;
+    d->is_stopping = false;
+    for (d->n_threads = 0; d->n_threads < (d->is_uring ? 1 : IO_MAX_THREADS); d->n_threads++)
+        if (pthread_create(&d->threads[d->n_threads], NULL, run, d) != 0) {
+            if (d->n_threads > 0) break;
+            return fail(err, K3_ENOMEM, "cannot start a thread for reading");
+        }
+    return 0;
+}
+
+static void disk_threads_stop(disk *d) {
+    pthread_mutex_lock(&d->lock);
+    d->is_stopping = true;
+    disk_wake(d);
+    pthread_cond_broadcast(&d->work);
+    pthread_mutex_unlock(&d->lock);
+    for (int i = 0; i < d->n_threads; i++) pthread_join(d->threads[i], NULL);
+    d->n_threads = 0;
+}
+
+/* Change how bytes are read. Nothing may be queued. */
+static int disk_mode(disk *d, bool is_uring, bool is_direct, int depth, k3_error *err) {
+    if (d->n_threads > 0) disk_threads_stop(d);
+    if (d->is_uring) {
+        io_uring_queue_exit(&d->ring);
+        close(d->wake_fd);
+    }
+    d->is_uring = d->is_direct = false;
+    if (is_uring) {
+        int rc = io_uring_queue_init(2 * IO_MAX_DEPTH, &d->ring, 0);
+        if (rc < 0) return fail(err, K3_EIO, "io_uring: %s; use --io pool", strerror(-rc));
+        d->wake_fd = eventfd(0, EFD_CLOEXEC);
+        if (d->wake_fd < 0) {
+            io_uring_queue_exit(&d->ring);
+            return fail(err, K3_EIO, "eventfd: %s", strerror(errno));
+        }
+    }
+    d->is_uring = is_uring;
+    d->is_direct = is_direct;
+    d->depth = depth;
+    return disk_threads_start(d, err);
+}
+
+/* ---- Trunk ----
+ *
+ * Vectors are always resident, widened to f32, the two of each AttnRes folded into one. Matrices are
+ * resident as the plan says; the others are cut into pieces of whole rows and pass through a ring of
+ * memory in the order in which a token uses them, read ahead as far as the ring is free, into the
+ * next token if need be. Embedding rows are read as needed.
  */
 typedef struct {
-    const uint16_t *m[N_TENSORS]; /* bf16 matrices, as in the file       */
-    const float *v[N_TENSORS];    /* vectors and conv weights, f32       */
-    const float *u_att, *u_mlp;   /* AttnRes: res_norm * res_proj        */
-    const float *A;               /* exp(A_log), [kda_heads]             */
-    void *block;                  /* what all of these point into        */
+    const uint16_t *m[N_TENSORS]; /* resident bf16 matrices; NULL: streamed or not of this layer */
+    const float *v[N_TENSORS];    /* vectors and conv weights, f32                               */
+    const float *u_att, *u_mlp;   /* AttnRes: res_norm * res_proj                                */
+    const float *A;               /* exp(A_log), [kda_heads]                                     */
+    bool is_resident[N_TENSORS];
+    void *block;
     uint64_t block_bytes;
 } layer;
 
+/* Rows of one streamed matrix. */
 typedef struct {
-    uint32_t ie;
+    uint32_t il; /* n_layers for the head */
+    uint16_t t, i_shard;
+    uint32_t row, n_rows;
+    uint64_t offset, n, sum;
+    bool has_sum;
+} piece;
+
+#define STREAM_LIVE 64
+
+typedef struct {
+    piece *pieces; /* [n_pieces] in order of use; the head's after n_body */
+    uint64_t pieces_bytes;
+    uint32_t n_pieces, n_body;
+    uint8_t *bytes;
+    uint64_t cap, at; /* next free byte of the ring */
+    struct {
+        uint32_t i_piece;
+        uint64_t at;
+        io_req req;
+    } live[STREAM_LIVE];         /* asked for, oldest first, from `first` */
+    uint32_t first, n_live, i_read; /* i_read: the next piece to ask for  */
+    bool is_next_pass, with_head;
+} stream;
+
+/* Experts: see the store below. */
+enum slot_state { SLOT_FREE, SLOT_READING, SLOT_FULL };
+typedef struct {
+    uint32_t il, ie;
     float heat;
-    bool is_pinned, is_full;
+    uint64_t tick;
+    enum slot_state state;
+    bool is_pinned, is_kept, is_guess, is_doomed;
+    int n_reqs;
+    io_req req[N_EXPERT_TENSORS];
 } slot;
 
 typedef struct {
-    int32_t *slot_of; /* [n_experts], -1: not here */
-    slot *slots;      /* [n_slots]                 */
-    uint8_t *bytes;   /* [n_slots][expert_bytes]   */
-    uint32_t n_slots;
-} layer_store;
-
-/* Where the six tensors of a pinned expert lie. */
-typedef struct {
-    const uint8_t *p[N_EXPERT_TENSORS];
-} expert_view;
+    slot *slots;
+    uint8_t *bytes;     /* [n_slots][slot_bytes]                        */
+    uint64_t slot_bytes, meta_bytes;
+    uint32_t n_slots, quota;
+    int32_t *slot_of;   /* [n_moe][n_experts], -1: not here             */
+    uint32_t *n_held;   /* [n_moe] full slots that may stay             */
+    uint32_t *free, n_free;
+    uint32_t guess[K3_MAX_TOP_K], n_guess; /* slots read ahead for the next layer */
+    uint32_t n_doomed;  /* guesses nobody wants, still being read       */
+    uint64_t tick;
+} store;
 
 struct scratch;
 
@@ -1662,32 +2102,38 @@ struct k3_engine {
     int n_threads, chunk;
     ledger mem;
     model files;
-    layer *layers;               /* [n_layers]                  */
-    layer head;                  /* lm_head, norm, output u_att */
-    layer_store *stores;         /* [n_layers], dense ones empty */
-    struct scratch *scratch;     /* one step at a time uses it  */
+    disk io;
+    layer *layers; /* [n_layers + 1]; the last is the head: lm_head, norm, output u_att */
+    stream stream;
+    store store;
+    k3_plan plan;
+    struct scratch *scratch; /* one step at a time uses it */
     pthread_mutex_t step;
-    uint64_t read_bytes, expert_loads, expert_uses;
+    k3_stats stats;
 };
 
 static int engine_read(k3_engine *e, uint16_t i_shard, void *to, uint64_t n, uint64_t offset,
                        k3_error *err) {
     int rc = read_exact(&e->files.shards[i_shard], to, n, offset, err);
-    if (rc == 0) e->read_bytes += n;
+    if (rc == 0) e->stats.read_bytes += n;
     return rc;
 }
 
-static int engine_progress(const k3_engine *e, k3_phase phase, uint64_t done, uint64_t total,
-                           int il, k3_error *err) {
-    k3_progress p = {phase, done, total, il, e->read_bytes};
+static int engine_progress(k3_engine *e, k3_phase phase, uint64_t done, uint64_t total, int il,
+                           k3_error *err) {
+    k3_progress p = {phase, done, total, il, e->stats.read_bytes + e->io.read_bytes};
+    for (int i = 0; i < e->io.n_copies; i++) { /* said here, not by the thread that saw it */
+        io_copy *c = &e->io.copies[i];
+        if (!c->is_dead || c->is_told) continue;
+        c->is_told = true;
+        char line[4200];
+        snprintf(line, sizeof line, "%s: reads fail; it is not used any more", c->dir);
+        if (e->opt.note) e->opt.note(e->opt.user, line);
+    }
     if (e->opt.progress && e->opt.progress(e->opt.user, &p))
         return fail(err, K3_ECANCEL, "cancelled");
     return 0;
 }
-
-/* ---- Trunk ---- */
-
-static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
 /* A tensor that is kept as f32: everything that is no bf16 matrix. */
 static bool is_vector(enum tensor t) {
@@ -1695,9 +2141,18 @@ static bool is_vector(enum tensor t) {
     return d->dtype == F32 || d->n_dims == 1 || d->dims[0] == D_1;
 }
 
+static bool layer_has_tensor(const k3_shape *sh, uint32_t il, int t) {
+    if (il == sh->n_layers) return TENSOR[t].part == IN_MODEL && t != T_EMBED;
+    return layer_has(sh, il, TENSOR[t].part);
+}
+
 static uint64_t resident_bytes(const model *m, enum tensor t) {
     uint64_t n = tensor_elements(m->dims, t);
     return round_up(n * (is_vector(t) ? sizeof(float) : sizeof(uint16_t)), 64);
+}
+
+static const place *trunk_place(const k3_engine *e, uint32_t il, int t) {
+    return il == e->sh.n_layers ? &e->files.at_model[t] : &e->files.at[il][t];
 }
 
 /* Read one tensor to `to`. bf16 vectors are read into the upper half and widened in place: the
@@ -1725,79 +2180,285 @@ static const float *fold_res(const float *norm, const float *proj, uint64_t n) {
     return u;
 }
 
-/* Load every tensor of `first..last` that the layer has, except `skip`. */
-static int trunk_load(k3_engine *e, layer *ly, const place *at, int first, int last, int64_t il,
-                      uint64_t *done, k3_error *err) {
-    const model *m = &e->files;
-    uint64_t total = 0;
-    for (int pass = 0; pass < 2; pass++) {
-        uint8_t *to = ly->block;
-        for (int t = first; t < last; t++) {
-            if ((il >= 0 && !layer_has(&e->sh, (uint32_t)il, TENSOR[t].part)) || t == T_EMBED)
-                continue;
-            uint64_t n = resident_bytes(m, (enum tensor)t);
-            if (pass == 0) {
-                total += n;
-                continue;
-            }
-            int rc = trunk_read(e, (enum tensor)t, &at[t], to, err);
-            if (rc < 0) return rc;
-            if (is_vector((enum tensor)t))
-                ly->v[t] = (const float *)(const void *)to;
-            else
-                ly->m[t] = (const uint16_t *)(const void *)to;
-            to += n;
-            *done += n;
-            rc = engine_progress(e, K3_PHASE_LOAD, *done, e->sh.trunk_bytes, (int)il, err);
-            if (rc < 0) return rc;
-        }
-        if (pass == 1) break;
-        ly->block_bytes = total;
-        ly->block = ledger_take(&e->mem, total, "trunk", err);
-        if (!ly->block) return e->mem.why;
+static bool is_loaded(const k3_engine *e, uint32_t il, int t) {
+    return layer_has_tensor(&e->sh, il, t) &&
+           (is_vector((enum tensor)t) || e->layers[il].is_resident[t]);
+}
+
+/* What derives from the loaded vectors of a layer. */
+static void trunk_derive(k3_engine *e, uint32_t il) {
+    const k3_shape *sh = &e->sh;
+    layer *ly = &e->layers[il];
+    if (il == sh->n_layers) {
+        ly->u_att = fold_res(ly->v[T_OUT_RES_NORM], ly->v[T_OUT_RES_PROJ], sh->hidden);
+        return;
     }
+    ly->u_att = fold_res(ly->v[T_ATT_RES_NORM], ly->v[T_ATT_RES_PROJ], sh->hidden);
+    ly->u_mlp = fold_res(ly->v[T_MLP_RES_NORM], ly->v[T_MLP_RES_PROJ], sh->hidden);
+    if (sh->is_mla[il]) return;
+    float *A = (float *)(uintptr_t)ly->v[T_A_LOG];
+    for (uint32_t h = 0; h < sh->kda_heads; h++) A[h] = k3_exp(A[h]);
+    ly->A = A;
+}
+
+/* Load what is resident of one layer. */
+static int trunk_load(k3_engine *e, uint32_t il, uint64_t *done, k3_error *err) {
+    layer *ly = &e->layers[il];
+    for (int t = 0; t < N_TENSORS; t++)
+        if (is_loaded(e, il, t)) ly->block_bytes += resident_bytes(&e->files, (enum tensor)t);
+    uint8_t *to = ly->block = ledger_take(&e->mem, ly->block_bytes, "trunk", err);
+    if (!to) return e->mem.why;
+    for (int t = 0; t < N_TENSORS; t++) {
+        if (!is_loaded(e, il, t)) continue;
+        int rc = trunk_read(e, (enum tensor)t, trunk_place(e, il, t), to, err);
+        if (rc < 0) return rc;
+        if (is_vector((enum tensor)t))
+            ly->v[t] = (const float *)(const void *)to;
+        else
+            ly->m[t] = (const uint16_t *)(const void *)to;
+        uint64_t n = resident_bytes(&e->files, (enum tensor)t);
+        to += n;
+        *done += n;
+        rc = engine_progress(e, K3_PHASE_LOAD, *done, e->plan.vector_bytes + e->plan.resident_bytes,
+                             (int)il, err);
+        if (rc < 0) return rc;
+    }
+    trunk_derive(e, il);
     return 0;
 }
 
 static int trunk_open(k3_engine *e, k3_error *err) {
-    const k3_shape *sh = &e->sh;
     uint64_t done = 0;
-    int rc = trunk_load(e, &e->head, e->files.at_model, 0, N_MODEL_TENSORS, -1, &done, err);
-    if (rc < 0) return rc;
-    e->head.u_att = fold_res(e->head.v[T_OUT_RES_NORM], e->head.v[T_OUT_RES_PROJ], sh->hidden);
-    for (uint32_t il = 0; il < sh->n_layers; il++) {
-        layer *ly = &e->layers[il];
-        rc = trunk_load(e, ly, e->files.at[il], N_MODEL_TENSORS, N_TENSORS, il, &done, err);
-        if (rc < 0) return rc;
-        ly->u_att = fold_res(ly->v[T_ATT_RES_NORM], ly->v[T_ATT_RES_PROJ], sh->hidden);
-        ly->u_mlp = fold_res(ly->v[T_MLP_RES_NORM], ly->v[T_MLP_RES_PROJ], sh->hidden);
-        if (sh->is_mla[il]) continue;
-        float *A = (float *)(uintptr_t)ly->v[T_A_LOG];
-        for (uint32_t h = 0; h < sh->kda_heads; h++) A[h] = k3_exp(A[h]);
-        ly->A = A;
+    int rc = 0;
+    for (uint32_t il = 0; rc == 0 && il <= e->sh.n_layers; il++) rc = trunk_load(e, il, &done, err);
+    return rc;
+}
+
+/* ---- The ring of streamed rows ---- */
+
+/* The matrices of a layer in the order of their use; what ORDER lists, forward_layer() asks for. */
+static const enum tensor ORDER_KDA[] = {T_KDA_Q, T_KDA_K, T_KDA_V, T_KDA_G, T_F_A, T_B, T_F_B, T_KDA_O, N_TENSORS};
+static const enum tensor ORDER_MLA[] = {T_Q_A, T_KV_A, T_MLA_G, T_Q_B, T_KV_B, T_MLA_O, N_TENSORS};
+static const enum tensor ORDER_DENSE[] = {T_GATE, T_UP, T_DOWN, N_TENSORS};
+static const enum tensor ORDER_MOE[] = {T_ROUTER, T_LAT_DOWN, T_SH_GATE, T_SH_UP, T_LAT_UP, T_SH_DOWN, N_TENSORS};
+
+#define PIECE_BYTES (8u << 20)
+
+static uint64_t tensor_rows(const model *m, int t) { return m->dims[TENSOR[t].dims[0]]; }
+static uint64_t tensor_cols(const model *m, int t) { return m->dims[TENSOR[t].dims[1]]; }
+
+/* Rows per piece: whole packed groups of rows, about PIECE_BYTES. kv_b is used whole. */
+static uint64_t piece_rows(const model *m, int t) {
+    uint64_t rows = tensor_rows(m, t), n = PIECE_BYTES / (tensor_cols(m, t) * sizeof(uint16_t));
+    if (t == T_KV_B) return rows;
+    n = n / K3_GROUP * K3_GROUP;
+    if (n < K3_GROUP) n = K3_GROUP;
+    return n < rows ? n : rows;
+}
+
+static uint64_t piece_max_bytes(const model *m, const k3_shape *sh) {
+    uint64_t most = 0;
+    for (uint32_t il = 0; il <= sh->n_layers; il++)
+        for (int t = 0; t < N_TENSORS; t++) {
+            if (!layer_has_tensor(sh, il, t) || is_vector((enum tensor)t)) continue;
+            uint64_t n = piece_rows(m, t) * tensor_cols(m, t) * sizeof(uint16_t);
+            if (n > most) most = n;
+        }
+    return most;
+}
+
+/* Append the pieces of one streamed matrix; with NULL pieces only count. */
+static void stream_add(k3_engine *e, uint32_t il, int t) {
+    stream *s = &e->stream;
+    const place *at = trunk_place(e, il, t);
+    uint64_t rows = tensor_rows(&e->files, t), step_rows = piece_rows(&e->files, t);
+    uint64_t row_bytes = tensor_cols(&e->files, t) * sizeof(uint16_t);
+    for (uint64_t row = 0; row < rows; row += step_rows) {
+        uint64_t n = rows - row < step_rows ? rows - row : step_rows;
+        if (s->pieces)
+            s->pieces[s->n_pieces] = (piece){.il = il, .t = (uint16_t)t, .i_shard = at->shard,
+                                             .row = (uint32_t)row, .n_rows = (uint32_t)n,
+                                             .offset = at->offset + row * row_bytes, .n = n * row_bytes};
+        s->n_pieces++;
     }
+}
+
+static void stream_list(k3_engine *e) {
+    const k3_shape *sh = &e->sh;
+    e->stream.n_pieces = 0;
+    for (uint32_t il = 0; il < sh->n_layers; il++) {
+        const enum tensor *order[] = {sh->is_mla[il] ? ORDER_MLA : ORDER_KDA,
+                                      il < sh->n_dense ? ORDER_DENSE : ORDER_MOE};
+        for (int o = 0; o < 2; o++)
+            for (const enum tensor *t = order[o]; *t != N_TENSORS; t++)
+                if (!e->layers[il].is_resident[*t]) stream_add(e, il, *t);
+    }
+    e->stream.n_body = e->stream.n_pieces;
+    if (!e->layers[sh->n_layers].is_resident[T_LM_HEAD]) stream_add(e, sh->n_layers, T_LM_HEAD);
+}
+
+static int stream_open(k3_engine *e, k3_error *err) {
+    stream *s = &e->stream;
+    stream_list(e);
+    if (s->n_pieces == 0) return 0;
+    s->pieces_bytes = s->n_pieces * sizeof *s->pieces;
+    s->pieces = ledger_take(&e->mem, s->pieces_bytes, "stream plan", err);
+    if (!s->pieces) return e->mem.why;
+    stream_list(e);
+    s->cap = e->plan.ring_bytes;
+    s->bytes = ledger_take(&e->mem, s->cap, "trunk ring", err);
+    return s->bytes ? 0 : e->mem.why;
+}
+
+/* A place for `room` bytes behind the newest piece. */
+static bool stream_room(stream *s, uint64_t room, uint64_t *at) {
+    if (s->n_live == 0) s->at = 0;
+    uint64_t oldest = s->n_live ? s->live[s->first].at : s->cap;
+    if (s->n_live && s->at > oldest) { /* free: [at, cap) and [0, oldest) */
+        *at = s->cap - s->at >= room ? s->at : 0;
+        if (*at == 0 && oldest < room) return false;
+    } else { /* free: [at, oldest) */
+        *at = s->at;
+        if (oldest - s->at < room) return false;
+    }
+    s->at = *at + room;
+    return true;
+}
+
+/* Which piece to ask for next: on to the head when this pass has one, then to the next pass, whose
+ * head is not known yet. False at that point. */
+static bool stream_next(stream *s) {
+    bool is_at_end = s->i_read == s->n_pieces || (s->i_read == s->n_body && !s->with_head);
+    if (!s->is_next_pass && is_at_end) {
+        s->i_read = 0;
+        s->is_next_pass = true;
+    }
+    return !(s->is_next_pass && s->i_read == s->n_body);
+}
+
+/* Ask for as many pieces as the ring has room for. */
+static void stream_pump(k3_engine *e) {
+    stream *s = &e->stream;
+    while (s->n_live < STREAM_LIVE && stream_next(s)) {
+        const piece *p = &s->pieces[s->i_read];
+        uint64_t at;
+        if (!stream_room(s, io_room(p->n), &at)) return;
+        uint32_t i = (s->first + s->n_live) % STREAM_LIVE;
+        s->live[i].i_piece = s->i_read++;
+        s->live[i].at = at;
+        s->live[i].req = (io_req){.to = s->bytes + at, .offset = p->offset, .n = p->n,
+                                  .i_shard = p->i_shard, .sum = p->sum, .has_sum = p->has_sum};
+        s->n_live++;
+        disk_submit(&e->io, &s->live[i].req, IO_TRUNK);
+    }
+}
+
+/* The oldest piece, which must belong to tensor t of layer il, when its bytes are here. */
+static int stream_take(k3_engine *e, uint32_t il, int t, const piece **p, const uint16_t **w, k3_error *err) {
+    stream *s = &e->stream;
+    io_req *r = &s->live[s->first].req;
+    *p = &s->pieces[s->live[s->first].i_piece];
+    if (s->n_live == 0 || (*p)->il != il || (*p)->t != t)
+        return fail(err, K3_EUSAGE, "internal: %s of layer %u is not next in the stream", TENSOR[t].name, il);
+    disk_raise(&e->io, r);
+    disk_wait(&e->io, r);
+    if (r->state == IO_FAILED) return fail_in(err, disk_fail(&e->io, r, err), "%s of layer %u", TENSOR[t].name, il);
+    *w = (const uint16_t *)(const void *)r->at;
     return 0;
 }
 
-/* ---- Experts ---- */
+static void stream_release(k3_engine *e) {
+    stream *s = &e->stream;
+    s->first = (s->first + 1) % STREAM_LIVE;
+    s->n_live--;
+    stream_pump(e);
+}
 
-/* Offsets of the six tensors inside a slot. Contiguous in the file (the release): one read in the
- * file's order; otherwise six reads in the order of the enum. Returns whether one read does. */
-static bool expert_layout(const k3_shape *sh, const expert_place *at, uint64_t rel[N_EXPERT_TENSORS]) {
-    uint64_t lo = UINT64_MAX, hi = 0, sum = 0;
-    bool is_one_shard = true;
+/* A chunk begins: what was read ahead belongs to it. */
+static void stream_begin(k3_engine *e, bool with_head) {
+    stream *s = &e->stream;
+    if (s->n_pieces == 0) return;
+    if (!s->is_next_pass) s->i_read = 0;
+    s->with_head = with_head;
+    s->is_next_pass = false;
+    stream_pump(e);
+}
+
+/* After a failed step: back to the first piece. */
+static void stream_reset(k3_engine *e) {
+    stream *s = &e->stream;
+    for (uint32_t i = 0; i < s->n_live; i++) {
+        io_req *r = &s->live[(s->first + i) % STREAM_LIVE].req;
+        if (!disk_cancel(&e->io, r)) disk_wait(&e->io, r);
+    }
+    s->n_live = s->i_read = 0;
+    s->is_next_pass = false;
+}
+
+/* ---- Experts ----
+ *
+ *   - a slot holds one whole expert or nothing; its bytes are checked when they arrive;
+ *   - a pinned slot is readable and stays; any other may be taken back at any fetch;
+ *   - each layer may keep `quota` experts; what is left of the slots is shared by all layers for
+ *     experts on their way in;
+ *   - over quota, the layer's expert with the least decayed router weight goes (or, with the policy
+ *     lru, the one used longest ago): a global LRU is a cyclic scan and never hits below one token's
+ *     worth of experts; kept ones (--pins) never go;
+ *   - a guess for the next layer takes only slots that nobody needs now, and its read waits for
+ *     every other read;
+ *   - a failed read fails the step: an expert is never zeros.
+ */
+
+/* Where the six tensors of an expert lie in memory. */
+typedef struct {
+    const uint8_t *p[N_EXPERT_TENSORS];
+} expert_view;
+
+/* Offsets of the six tensors in the order of the file, when they are back to back there. */
+static bool expert_is_whole(const k3_shape *sh, const expert_place *at, uint64_t *lo) {
+    uint64_t hi = 0;
+    *lo = UINT64_MAX;
     for (int k = 0; k < N_EXPERT_TENSORS; k++) {
         uint64_t end = at->offset[k] + expert_tensor_bytes(sh, k);
-        if (at->offset[k] < lo) lo = at->offset[k];
+        if (at->offset[k] < *lo) *lo = at->offset[k];
         if (end > hi) hi = end;
-        is_one_shard = is_one_shard && at->shard[k] == at->shard[0];
+        if (at->shard[k] != at->shard[0]) return false;
     }
-    bool is_contiguous = is_one_shard && hi - lo == sh->expert_bytes; /* overlaps were refused */
+    return hi - *lo == sh->expert_bytes; /* overlaps were refused */
+}
+
+/* Write the reads of expert (il, ie) into a slot at `to`: one when it is whole, else six. */
+static int expert_requests(const k3_engine *e, uint32_t il, uint32_t ie, uint8_t *to, io_req *req) {
+    const k3_shape *sh = &e->sh;
+    const expert_place *at = model_expert(&e->files, sh, il, ie);
+    uint64_t lo;
+    if (expert_is_whole(sh, at, &lo)) {
+        req[0] = (io_req){.to = to, .offset = lo, .n = sh->expert_bytes, .i_shard = at->shard[0]};
+        return 1;
+    }
     for (int k = 0; k < N_EXPERT_TENSORS; k++) {
-        rel[k] = is_contiguous ? at->offset[k] - lo : sum;
-        sum += expert_tensor_bytes(sh, k);
+        req[k] = (io_req){.to = to, .offset = at->offset[k], .n = expert_tensor_bytes(sh, k),
+                          .i_shard = at->shard[k]};
+        to += io_room(req[k].n);
     }
-    return is_contiguous;
+    return N_EXPERT_TENSORS;
+}
+
+static uint64_t expert_room(const model *m, const k3_shape *sh) {
+    uint64_t whole = io_room(sh->expert_bytes), split = 0, lo;
+    for (int k = 0; k < N_EXPERT_TENSORS; k++) split += io_room(expert_tensor_bytes(sh, k));
+    for (uint32_t il = sh->n_dense; il < sh->n_layers; il++)
+        for (uint32_t ie = 0; ie < sh->n_experts; ie++)
+            if (!expert_is_whole(sh, model_expert(m, sh, il, ie), &lo)) return split;
+    return whole;
+}
+
+/* Where the six tensors are once the reads are done. */
+static void expert_locate(const k3_engine *e, uint32_t il, uint32_t ie, const io_req *req, int n_reqs,
+                          expert_view *x) {
+    const expert_place *at = model_expert(&e->files, &e->sh, il, ie);
+    for (int k = 0; k < N_EXPERT_TENSORS; k++)
+        x->p[k] = n_reqs == 1 ? req[0].at + (at->offset[k] - req[0].offset) : req[k].at;
 }
 
 /* Codes above 252 are refused where the bytes enter (NUMERICS 2). */
@@ -1819,113 +2480,427 @@ static int expert_check(const k3_shape *sh, uint32_t il, uint32_t ie, const expe
     return 0;
 }
 
-/* Read expert (il, ie) to `to` (expert_bytes) and check it. */
-static int expert_read(k3_engine *e, uint32_t il, uint32_t ie, uint8_t *to, expert_view *x,
-                       k3_error *err) {
-    const k3_shape *sh = &e->sh;
-    const expert_place *at = model_expert(&e->files, sh, il, ie);
-    uint64_t rel[N_EXPERT_TENSORS];
-    bool is_one_read = expert_layout(sh, at, rel);
-    int rc = 0;
-    for (int k = 0; k < N_EXPERT_TENSORS; k++) {
-        x->p[k] = to + rel[k];
-        if (is_one_read) {
-            if (rel[k] == 0) rc = engine_read(e, at->shard[k], to, sh->expert_bytes, at->offset[k], err);
-        } else {
-            rc = engine_read(e, at->shard[k], to + rel[k], expert_tensor_bytes(sh, k),
-                             at->offset[k], err);
+static int32_t *store_at(const k3_engine *e, uint32_t il, uint32_t ie) {
+    return &e->store.slot_of[(size_t)(il - e->sh.n_dense) * e->sh.n_experts + ie];
+}
+
+static slot *store_find(const k3_engine *e, uint32_t il, uint32_t ie) {
+    int32_t i = *store_at(e, il, ie);
+    return i < 0 ? NULL : &e->store.slots[i];
+}
+
+static bool slot_is_busy(k3_engine *e, const slot *s) {
+    for (int i = 0; i < s->n_reqs; i++) {
+        enum io_state state = disk_state(&e->io, &s->req[i]);
+        if (state == IO_QUEUED || state == IO_BUSY) return true;
+    }
+    return false;
+}
+
+/* The slot holds nothing any more. */
+static void store_free(k3_engine *e, slot *s) {
+    store *st = &e->store;
+    s->state = SLOT_FREE;
+    s->is_pinned = s->is_guess = s->is_doomed = false;
+    st->free[st->n_free++] = (uint32_t)(s - st->slots);
+}
+
+/* Drop an expert that may still be on its way. */
+static void store_drop(k3_engine *e, slot *s) {
+    bool is_mine = true;
+    *store_at(e, s->il, s->ie) = -1;
+    for (int i = 0; i < s->n_reqs; i++) is_mine = disk_cancel(&e->io, &s->req[i]) && is_mine;
+    if (is_mine) {
+        store_free(e, s);
+    } else {
+        s->is_doomed = true;
+        e->store.n_doomed++;
+    }
+}
+
+/* Slots of dropped experts whose reads have ended meanwhile. */
+static void store_reap(k3_engine *e) {
+    store *st = &e->store;
+    for (uint32_t i = 0; st->n_doomed > 0 && i < st->n_slots; i++)
+        if (st->slots[i].is_doomed && !slot_is_busy(e, &st->slots[i])) {
+            st->n_doomed--;
+            store_free(e, &st->slots[i]);
         }
-        if (rc < 0) return fail_in(err, rc, "expert %u of layer %u", ie, il);
-    }
-    return expert_check(sh, il, ie, x, &e->files, err);
 }
 
-static slot *store_victim(layer_store *st) {
-    slot *v = NULL;
-    for (uint32_t i = 0; i < st->n_slots; i++) {
-        slot *s = &st->slots[i];
-        if (!s->is_full) return s;
-        if (!s->is_pinned && (!v || s->heat < v->heat)) v = s;
+/* The expert of a layer that goes first, or NULL. */
+static slot *store_coldest(const k3_engine *e, uint32_t il) {
+    slot *coldest = NULL;
+    for (uint32_t ie = 0; ie < e->sh.n_experts; ie++) {
+        slot *s = store_find(e, il, ie);
+        if (!s || s->state != SLOT_FULL || s->is_pinned || s->is_kept || s->is_guess) continue;
+        bool is_colder = !coldest || (e->opt.policy == K3_POLICY_LRU ? s->tick < coldest->tick
+                                                                    : s->heat < coldest->heat);
+        if (is_colder) coldest = s;
     }
-    return v;
+    return coldest;
 }
 
-/* Make expert ie readable until store_unpin. `weight` is its router weight in this chunk. The
- * caller pins at most n_slots at once, so a victim exists. */
-static int store_pin(k3_engine *e, uint32_t il, uint32_t ie, float weight, expert_view *x,
-                     k3_error *err) {
-    layer_store *st = &e->stores[il];
-    if (st->slot_of[ie] < 0) {
-        slot *s = store_victim(st);
-        uint32_t i = (uint32_t)(s - st->slots);
-        if (s->is_full) st->slot_of[s->ie] = -1;
-        s->is_full = false;
-        int rc = expert_read(e, il, ie, st->bytes + i * e->sh.expert_bytes, x, err);
+/* Begin reading an expert into a free slot, or into the place of a colder one of its own layer.
+ * False when there is none now. */
+static bool store_fetch(k3_engine *e, uint32_t il, uint32_t ie, enum io_urgency u) {
+    store *st = &e->store;
+    if (st->n_free == 0) store_reap(e);
+    if (st->n_free == 0 && u == IO_DEMAND) {
+        slot *cold = store_coldest(e, il);
+        if (cold) {
+            st->n_held[il - e->sh.n_dense]--;
+            store_drop(e, cold);
+        }
+    }
+    if (st->n_free == 0) return false;
+    uint32_t i = st->free[--st->n_free];
+    slot *s = &st->slots[i];
+    s->il = il;
+    s->ie = ie;
+    s->heat = 0.0f;
+    s->state = SLOT_READING;
+    s->is_guess = u == IO_GUESS;
+    s->n_reqs = expert_requests(e, il, ie, st->bytes + (uint64_t)i * st->slot_bytes, s->req);
+    *store_at(e, il, ie) = (int32_t)i;
+    for (int k = 0; k < s->n_reqs; k++) disk_submit(&e->io, &s->req[k], u);
+    e->stats.expert_loads++;
+    return true;
+}
+
+/* Is the expert readable? 1 yes, 0 not yet, negative: it never will be. */
+static int store_arrived(k3_engine *e, slot *s, expert_view *x, k3_error *err) {
+    if (s->state == SLOT_READING) {
+        if (slot_is_busy(e, s)) return 0;
+        for (int i = 0; i < s->n_reqs; i++)
+            if (s->req[i].state == IO_FAILED)
+                return fail_in(err, disk_fail(&e->io, &s->req[i], err), "expert %u of layer %u", s->ie, s->il);
+        expert_locate(e, s->il, s->ie, s->req, s->n_reqs, x);
+        int rc = expert_check(&e->sh, s->il, s->ie, x, &e->files, err);
         if (rc < 0) return rc;
-        *s = (slot){ie, 0.0f, false, true};
-        st->slot_of[ie] = (int32_t)i;
-        e->expert_loads++;
+        s->state = SLOT_FULL;
+        e->store.n_held[s->il - e->sh.n_dense]++;
     }
-    slot *s = &st->slots[st->slot_of[ie]];
-    uint64_t rel[N_EXPERT_TENSORS];
-    expert_layout(&e->sh, model_expert(&e->files, &e->sh, il, ie), rel);
-    for (int k = 0; k < N_EXPERT_TENSORS; k++)
-        x->p[k] = st->bytes + (uint64_t)st->slot_of[ie] * e->sh.expert_bytes + rel[k];
-    s->is_pinned = true;
-    s->heat += weight;
-    return 0;
+    expert_locate(e, s->il, s->ie, s->req, s->n_reqs, x);
+    return 1;
 }
 
-static void store_unpin(k3_engine *e, uint32_t il, uint32_t ie) {
-    layer_store *st = &e->stores[il];
-    st->slots[st->slot_of[ie]].is_pinned = false;
+/* A layer has used the expert: it stays if the quota allows, or a colder one goes. */
+static void store_unpin(k3_engine *e, slot *s) {
+    uint32_t *held = &e->store.n_held[s->il - e->sh.n_dense];
+    s->is_pinned = false;
+    if (*held <= e->store.quota) return;
+    slot *cold = store_coldest(e, s->il);
+    if (!cold) return;
+    (*held)--;
+    store_drop(e, cold);
 }
 
 /* Once per chunk: old use counts less. */
-static void store_cool(layer_store *st) {
-    for (uint32_t i = 0; i < st->n_slots; i++) st->slots[i].heat *= 0.9f;
+static void store_cool(k3_engine *e, uint32_t il) {
+    e->store.tick++;
+    for (uint32_t ie = 0; ie < e->sh.n_experts; ie++) {
+        slot *s = store_find(e, il, ie);
+        if (s) s->heat *= 0.9f;
+    }
 }
 
-static uint64_t store_meta_bytes(const k3_shape *sh, uint32_t n_slots) {
-    return round_up(sh->n_experts * sizeof(int32_t), 64) + n_slots * sizeof(slot);
+/* The layer has chosen: guesses it did not choose make room. */
+static void store_settle_guesses(k3_engine *e, uint32_t il, const uint32_t *n_of) {
+    store *st = &e->store;
+    for (uint32_t i = 0; i < st->n_guess; i++) {
+        slot *s = &st->slots[st->guess[i]];
+        if (s->state == SLOT_FREE || s->is_doomed || !s->is_guess) continue;
+        s->is_guess = false;
+        if (s->il == il && n_of[s->ie] > 0) {
+            e->stats.guess_hits++;
+            continue;
+        }
+        e->stats.wasted_bytes += e->sh.expert_bytes;
+        store_drop(e, s); /* nobody looked at it: it is not among the held */
+    }
+    st->n_guess = 0;
 }
 
-/* Split what the budget leaves evenly over the layers with experts. */
+/* After a failed step: nothing pinned, nothing on its way. */
+static void store_recover(k3_engine *e) {
+    store *st = &e->store;
+    for (uint32_t i = 0; i < st->n_slots; i++) {
+        slot *s = &st->slots[i];
+        s->is_pinned = false;
+        if (s->state == SLOT_READING && !s->is_doomed) store_drop(e, s);
+    }
+    st->n_guess = 0;
+}
+
+static uint64_t store_meta_bytes(const k3_shape *sh, uint64_t n_slots) {
+    uint64_t n_moe = sh->n_layers - sh->n_dense;
+    return round_up(n_slots * sizeof(slot), 64) + round_up(n_moe * sh->n_experts * sizeof(int32_t), 64) +
+           round_up(n_moe * sizeof(uint32_t), 64) + n_slots * sizeof(uint32_t);
+}
+
 static int store_open(k3_engine *e, k3_error *err) {
     const k3_shape *sh = &e->sh;
+    store *st = &e->store;
     uint64_t n_moe = sh->n_layers - sh->n_dense;
     if (n_moe == 0) return 0;
-    uint64_t session = sh->state_bytes + sh->pos_bytes * (sh->max_position < 4096 ? sh->max_position : 4096);
-    uint64_t left = e->mem.limit - e->mem.used;
-    left = left > session ? left - session : 0;
-    uint64_t per_layer = left / n_moe, fixed = store_meta_bytes(sh, 0);
-    uint64_t n = per_layer > fixed ? (per_layer - fixed) / (sh->expert_bytes + sizeof(slot)) : 0;
-    uint32_t n_slots = (uint32_t)(n < sh->n_experts ? n : sh->n_experts);
-    if (n_slots == 0)
-        return fail(err, K3_EBUDGET,
-                    "experts: no room for one slot per layer; give at least %llu bytes with --ram",
-                    (unsigned long long)(e->mem.used + session +
-                                         n_moe * (fixed + sizeof(slot) + sh->expert_bytes)));
-    for (uint32_t il = sh->n_dense; il < sh->n_layers; il++) {
-        layer_store *st = &e->stores[il];
-        uint8_t *meta = ledger_take(&e->mem, store_meta_bytes(sh, n_slots), "expert slots", err);
-        if (!meta) return e->mem.why;
-        st->slot_of = (int32_t *)(void *)meta;
-        st->slots = (slot *)(void *)(meta + round_up(sh->n_experts * sizeof(int32_t), 64));
-        st->n_slots = n_slots;
-        memset(st->slot_of, 0xff, sh->n_experts * sizeof(int32_t));
-        st->bytes = ledger_take(&e->mem, n_slots * sh->expert_bytes, "expert slots", err);
-        if (!st->bytes) return e->mem.why;
+    st->slot_bytes = e->plan.slot_bytes;
+    st->n_slots = e->plan.n_slots;
+    st->quota = e->plan.quota;
+    st->meta_bytes = store_meta_bytes(sh, st->n_slots);
+    uint8_t *meta = ledger_take(&e->mem, st->meta_bytes, "expert slots", err);
+    if (!meta) return e->mem.why;
+    st->slots = (slot *)(void *)meta;
+    st->slot_of = (int32_t *)(void *)(meta + round_up(st->n_slots * sizeof(slot), 64));
+    st->n_held = (uint32_t *)(void *)((uint8_t *)st->slot_of + round_up(n_moe * sh->n_experts * sizeof(int32_t), 64));
+    st->free = (uint32_t *)(void *)((uint8_t *)st->n_held + round_up(n_moe * sizeof(uint32_t), 64));
+    memset(st->slot_of, 0xff, n_moe * sh->n_experts * sizeof(int32_t));
+    for (uint32_t i = st->n_slots; i-- > 0;) st->free[st->n_free++] = i;
+    st->bytes = ledger_take(&e->mem, st->n_slots * st->slot_bytes, "expert slots", err);
+    return st->bytes ? 0 : e->mem.why;
+}
+
+/* ---- The plan: one number of bytes, divided ----
+ *
+ * First what must be: tables, vectors, scratch, one session, a ring, a few slots; its sum is the
+ * floor. Then routers (so that guesses are possible), then whole matrices, spread over the layers
+ * so that the disk has work in each of them: a resident byte of the trunk saves a read of it for
+ * every token. What is left becomes expert slots: their first gigabyte saves about two thirds of
+ * one per token (docs/PERFORMANCE.md).
+ */
+#define OVERHEAD_BYTES (40u << 20) /* code, libraries, stacks, JSON while opening */
+
+static uint64_t scratch_bytes(const k3_engine *e, uint64_t chunk);   /* section 8  */
+static uint64_t session_bytes(const k3_shape *sh, uint64_t context); /* section 15 */
+
+static uint64_t matrices_bytes(const k3_engine *e, bool is_vector_wanted) {
+    uint64_t sum = 0;
+    for (uint32_t il = 0; il <= e->sh.n_layers; il++)
+        for (int t = 0; t < N_TENSORS; t++)
+            if (layer_has_tensor(&e->sh, il, t) && is_vector((enum tensor)t) == is_vector_wanted)
+                sum += resident_bytes(&e->files, (enum tensor)t);
+    return sum;
+}
+
+/* Bytes that do not depend on what is left, for a chunk of this size. */
+static uint64_t plan_fixed(const k3_engine *e, uint64_t chunk) {
+    const k3_plan *p = &e->plan;
+    uint64_t n_moe = e->sh.n_layers - e->sh.n_dense;
+    return e->mem.used + p->vector_bytes + p->session_bytes + scratch_bytes(e, chunk) +
+           store_meta_bytes(&e->sh, 0) + (n_moe ? 2 * (p->slot_bytes + sizeof(slot)) : 0);
+}
+
+static uint64_t plan_ring_least(const k3_engine *e) {
+    return 2 * io_room(piece_max_bytes(&e->files, &e->sh)) +
+           (e->sh.trunk_bytes / (PIECE_BYTES / 2) + 64 * (uint64_t)e->sh.n_layers) * sizeof(piece);
+}
+
+/* Mark matrices resident while `left` lasts; returns what they take. */
+static uint64_t plan_residents(k3_engine *e, uint64_t left) {
+    static const enum tensor first[] = {T_ROUTER, T_KV_B};
+    uint64_t taken = 0;
+    for (int pass = 0; pass < N_TENSORS + 2; pass++) {
+        int t = pass < 2 ? (int)first[pass] : N_TENSORS + 1 - pass; /* the head comes last */
+        if (is_vector((enum tensor)t)) continue;
+        for (uint32_t il = 0; il <= e->sh.n_layers; il++) {
+            layer *ly = &e->layers[il];
+            uint64_t n = resident_bytes(&e->files, (enum tensor)t);
+            if (!layer_has_tensor(&e->sh, il, t) || ly->is_resident[t] || taken + n > left) continue;
+            ly->is_resident[t] = true;
+            taken += n;
+        }
     }
+    return taken;
+}
+
+/* Divide what is left among ring, matrices and slots. */
+static void plan_divide(k3_engine *e, uint64_t left) {
+    const k3_shape *sh = &e->sh;
+    k3_plan *p = &e->plan;
+    uint64_t n_moe = sh->n_layers - sh->n_dense, per_slot = p->slot_bytes + sizeof(slot) + sizeof(uint32_t);
+    uint64_t all = matrices_bytes(e, false), n_all = n_moe * sh->n_experts;
+    uint64_t staging = n_all < 2u * sh->top_k ? n_all : 2u * sh->top_k;
+    if (left >= all + n_all * per_slot) {
+        staging = 0;
+    } else if (left < all + staging * per_slot) { /* some of the trunk is streamed */
+        uint64_t least = plan_ring_least(e), ring = left / 16;
+        if (ring > 256u << 20) ring = 256u << 20;
+        if (ring < least) ring = least;
+        p->ring_bytes = round_up(ring, IO_ALIGN);
+        left -= p->ring_bytes < left ? p->ring_bytes : left;
+        uint64_t most = left / 8 / per_slot;
+        staging = staging < most ? staging : most;
+        if (staging < 2) staging = n_all < 2 ? n_all : 2;
+        all = left > staging * per_slot ? left - staging * per_slot : 0;
+    }
+    p->resident_bytes = plan_residents(e, all);
+    left = left > p->resident_bytes ? left - p->resident_bytes : 0;
+    uint64_t n = n_moe ? left / per_slot : 0;
+    if (n < staging) n = staging;
+    p->quota = n_moe ? (uint32_t)((n - staging) / n_moe) : 0;
+    if (p->quota > sh->n_experts) p->quota = sh->n_experts;
+    p->n_slots = (uint32_t)(staging + p->quota * n_moe);
+    p->streamed_bytes = matrices_bytes(e, false) - p->resident_bytes;
+}
+
+static int plan_make(k3_engine *e, k3_error *err) {
+    const k3_shape *sh = &e->sh;
+    const k3_options *o = &e->opt;
+    k3_plan *p = &e->plan;
+    p->ram_bytes = e->mem.limit;
+    p->context = o->context ? o->context : sh->max_position < 4096 ? sh->max_position : 4096;
+    if (p->context > sh->max_position)
+        return fail(err, K3_EUSAGE, "context of %llu exceeds the model's maximum of %u positions",
+                    (unsigned long long)p->context, sh->max_position);
+    p->vector_bytes = matrices_bytes(e, true);
+    p->state_bytes = sh->state_bytes;
+    p->session_bytes = session_bytes(sh, p->context);
+    p->slot_bytes = expert_room(&e->files, sh);
+    uint64_t chunk = o->chunk ? (uint64_t)o->chunk : 64, ring = plan_ring_least(e);
+    p->floor_bytes = plan_fixed(e, o->chunk ? chunk : 1) + ring;
+    uint64_t all = matrices_bytes(e, false);
+    while (!o->chunk && chunk > 1 && plan_fixed(e, chunk) + (all < ring ? all : ring) > e->mem.limit) chunk /= 4;
+    uint64_t fixed = plan_fixed(e, chunk);
+    if (fixed + (all < ring ? all : ring) > e->mem.limit)
+        return fail(err, K3_EBUDGET,
+                    "a budget of %llu bytes is below the floor of this model with a context of %llu: give at least "
+                    "%llu bytes (%.2f GiB) with --ram, or a smaller --context",
+                    (unsigned long long)e->mem.limit, (unsigned long long)p->context,
+                    (unsigned long long)p->floor_bytes, (double)p->floor_bytes / 1073741824.0);
+    p->chunk = (uint32_t)chunk;
+    p->scratch_bytes = scratch_bytes(e, chunk);
+    e->chunk = (int)chunk;
+    plan_divide(e, e->mem.limit - fixed);
     return 0;
 }
 
-static void store_close(k3_engine *e) {
-    for (uint32_t il = 0; e->stores && il < e->sh.n_layers; il++) {
-        layer_store *st = &e->stores[il];
-        ledger_give(&e->mem, st->bytes, st->n_slots * e->sh.expert_bytes);
-        ledger_give(&e->mem, st->slot_of, store_meta_bytes(&e->sh, st->n_slots));
+
+/* ---- Opening the disk: mirrors, and how to read ---- */
+
+/* Open what a directory has of the needed shards, plain and, where the file system can, direct. */
+static int disk_add_copy(k3_engine *e, const char *dir, k3_error *err) {
+    disk *d = &e->io;
+    uint32_t n_found = 0;
+    char path[4352];
+    if (d->n_copies == K3_MAX_COPIES)
+        return fail(err, K3_EUSAGE, "more than %d mirrors", K3_MAX_COPIES - 1);
+    int c = d->n_copies;
+    if (!(d->copies[c].dir = strdup(dir))) return fail(err, K3_ENOMEM, "out of memory");
+    d->n_copies++;
+    for (uint32_t i = 0; i < e->files.n_shards; i++) {
+        shard *s = &e->files.shards[i];
+        uint64_t size = s->size;
+        if (!s->is_needed) continue;
+        snprintf(path, sizeof path, "%s/%s", dir, s->name);
+        if (c > 0 && (s->fd[c] = file_open(path, &size, err)) < 0) {
+            s->fd[c] = -1;
+            if (errno != ENOENT) return K3_EIO;
+            continue;
+        }
+        if (size != s->size)
+            return fail(err, K3_EMODEL, "%s has %llu bytes, its original %llu: not a copy", path,
+                        (unsigned long long)size, (unsigned long long)s->size);
+        s->fd_direct[c] = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT); /* -1: read it plainly */
+        n_found++;
     }
+    if (n_found > 0) return 0;
+    return fail(err, K3_EMODEL, "%s: holds no shard of this model; give a directory with copies of some", dir);
+}
+
+static int disk_open(k3_engine *e, k3_error *err) {
+    disk *d = &e->io;
+    pthread_mutex_init(&d->lock, NULL);
+    pthread_cond_init(&d->work, NULL);
+    pthread_cond_init(&d->done, NULL);
+    d->shards = e->files.shards;
+    d->pread = plain_pread;
+    int rc = disk_add_copy(e, e->dir, err);
+    for (const char *const *m = e->opt.mirrors; rc == 0 && m && *m; m++) rc = disk_add_copy(e, *m, err);
+    return rc < 0 ? rc : disk_mode(d, false, false, 4, err);
+}
+
+static void disk_close(k3_engine *e) {
+    disk *d = &e->io;
+    if (!d->pread) return;
+    if (d->n_threads > 0) {
+        stream_reset(e);
+        store_recover(e);
+        disk_threads_stop(d);
+    }
+    if (d->is_uring) {
+        io_uring_queue_exit(&d->ring);
+        close(d->wake_fd);
+    }
+    for (int i = 0; i < d->n_copies; i++) free(d->copies[i].dir);
+    pthread_mutex_destroy(&d->lock);
+    pthread_cond_destroy(&d->work);
+    pthread_cond_destroy(&d->done);
+}
+
+/* Bytes per nanosecond of whole experts in the present mode: `n` of them at the depth set. Their pages
+ * are dropped from the page cache first, or it would be measured in place of the disk. */
+static double probe_speed(k3_engine *e, uint32_t n, uint64_t *seed) {
+    const k3_shape *sh = &e->sh;
+    io_req req[IO_MAX_DEPTH][N_EXPERT_TENSORS];
+    int n_reqs[IO_MAX_DEPTH];
+    for (uint32_t i = 0; i < n; i++) {
+        *seed = *seed * 6364136223846793005u + 1442695040888963407u;
+        uint32_t il = sh->n_dense + (uint32_t)(*seed >> 33) % (sh->n_layers - sh->n_dense);
+        n_reqs[i] = expert_requests(e, il, (uint32_t)(*seed >> 13) % sh->n_experts,
+                                    e->store.bytes + i * e->store.slot_bytes, req[i]);
+        for (int k = 0; k < n_reqs[i]; k++)
+            posix_fadvise(e->files.shards[req[i][k].i_shard].fd[0], (off_t)io_base(&req[i][k]),
+                          (off_t)io_left(&req[i][k]), POSIX_FADV_DONTNEED);
+    }
+    uint64_t start = now_ns();
+    for (uint32_t i = 0; i < n; i++)
+        for (int k = 0; k < n_reqs[i]; k++) disk_submit(&e->io, &req[i][k], IO_DEMAND);
+    for (uint32_t i = 0; i < n; i++)
+        for (int k = 0; k < n_reqs[i]; k++) disk_wait(&e->io, &req[i][k]);
+    return (double)(n * sh->expert_bytes) / (double)(now_ns() - start + 1);
+}
+
+/* The best of three, since other work disturbs. */
+static double probe(k3_engine *e, bool is_uring, bool is_direct, int depth, uint64_t *seed, k3_error *err) {
+    double best = 0;
+    uint32_t n = e->store.n_slots < 8 ? e->store.n_slots : 8;
+    if (disk_mode(&e->io, is_uring, is_direct, depth, err) < 0) return 0;
+    for (int i = 0; i < 3; i++) {
+        double speed = probe_speed(e, n, seed);
+        if (speed > best) best = speed;
+    }
+    return best;
+}
+
+/* Plain or direct, pool or ring, how deep: as asked, else as a short probe says. A model that will be
+ * wholly in memory is not probed. */
+static int disk_choose(k3_engine *e, k3_error *err) {
+    const k3_options *o = &e->opt;
+    k3_plan *p = &e->plan;
+    bool is_uring = o->io == K3_IO_URING, is_direct = o->direct == K3_ON;
+    int depth = o->io_depth ? o->io_depth : 8;
+    uint64_t seed = 1;
+    bool is_all_here = p->streamed_bytes == 0 && p->quota == e->sh.n_experts;
+    bool is_probed = !is_all_here && p->slot_bytes > (1u << 20) && e->store.n_slots > 0;
+    if (is_probed && o->direct == K3_AUTO)
+        is_direct = probe(e, false, true, depth, &seed, err) > probe(e, false, false, depth, &seed, err);
+    if (is_probed && o->io == K3_IO_AUTO)
+        is_uring = probe(e, true, is_direct, depth, &seed, err) > 1.03 * probe(e, false, is_direct, depth, &seed, err);
+    if (is_probed && !o->io_depth) {
+        double best = 0;
+        for (int try = 2; try <= 32; try *= 2) {
+            double speed = probe(e, is_uring, is_direct, try, &seed, err);
+            if (speed <= 1.03 * best) continue;
+            best = speed;
+            depth = try;
+        }
+    }
+    if (is_probed) p->disk_bytes_per_s = 1e9 * probe(e, is_uring, is_direct, depth, &seed, err);
+    p->is_uring = is_uring;
+    p->is_direct = is_direct;
+    p->io_depth = depth;
+    e->io.stall_ns = 0;
+    return disk_mode(&e->io, is_uring, is_direct, depth, err);
 }
 
 /* ==== 8. One step: scratch, rows, embedding, norms ===================================
@@ -1961,7 +2936,11 @@ typedef struct {
 } moe_bufs;
 
 typedef struct {
-    uint32_t ie, first, n; /* pairs [first, first + n) of this expert */
+    uint32_t ie, first, n; /* pairs [first, first + n) of this expert      */
+    uint32_t at;           /* its first pair in the batch being computed   */
+    float weight;          /* sum of its router weights in the chunk       */
+    bool is_computed;
+    slot *slot;            /* NULL: not asked for yet                      */
     expert_view view;
 } routed;
 
@@ -1981,9 +2960,12 @@ struct scratch {
     float *pick_w;     /* [chunk][top_k]                     */
     uint32_t *n_of;    /* [n_experts] pairs of each expert   */
     routed *routed;    /* [n_experts] distinct, by id        */
+    routed **batch;    /* [n_experts] those to compute now   */
+    uint32_t *queue;   /* [n_experts] routed[] still to be fetched, by place in the file */
     uint32_t *pair_t;  /* [chunk x top_k] position, by expert */
     float *pair_w;
     uint32_t max_pairs; /* most pairs computed together      */
+    float *guess;       /* [n_experts] the next layer's scores */
     void *block;
     uint64_t block_bytes;
 };
@@ -1997,6 +2979,7 @@ typedef struct {
     size_t T;          /* positions in this chunk         */
     uint64_t pos;      /* absolute position of the first  */
     uint32_t n_blocks; /* AttnRes blocks so far           */
+    const uint16_t *kv_b; /* of the MLA layer at work     */
     uint64_t done, total; /* positions x layers, for progress */
     k3_error *err;
 } step;
@@ -2104,6 +3087,9 @@ static void scratch_carve(struct scratch *s, bump *b, const k3_shape *sh, uint64
     s->pick_w = bump_f32(b, n_pairs);
     s->n_of = bump_take(b, sh->n_experts, sizeof(uint32_t));
     s->routed = bump_take(b, sh->n_experts, sizeof(routed));
+    s->batch = bump_take(b, sh->n_experts, sizeof(routed *));
+    s->queue = bump_take(b, sh->n_experts, sizeof(uint32_t));
+    s->guess = bump_f32(b, sh->n_experts);
     s->pair_t = bump_take(b, n_pairs, sizeof(uint32_t));
     s->pair_w = bump_f32(b, n_pairs);
     bump arena[4] = {*b, *b, *b, *b};
@@ -2115,46 +3101,85 @@ static void scratch_carve(struct scratch *s, bump *b, const k3_shape *sh, uint64
         if (arena[i].used > b->used) b->used = arena[i].used;
 }
 
+static uint64_t scratch_bytes(const k3_engine *e, uint64_t chunk) {
+    struct scratch s;
+    bump b = {NULL, 0};
+    scratch_carve(&s, &b, &e->sh, chunk, (uint64_t)e->n_threads);
+    return b.used;
+}
+
 static int scratch_open(k3_engine *e, k3_error *err) {
     struct scratch *s = e->scratch = calloc(1, sizeof *s);
     if (!s) return fail(err, K3_ENOMEM, "scratch: out of memory");
-    bump b = {NULL, 0};
-    scratch_carve(s, &b, &e->sh, (uint64_t)e->chunk, (uint64_t)e->n_threads);
-    s->block_bytes = b.used;
+    s->block_bytes = scratch_bytes(e, (uint64_t)e->chunk);
     s->block = ledger_take(&e->mem, s->block_bytes, "scratch", err);
     if (!s->block) return e->mem.why;
-    b = (bump){s->block, 0};
+    bump b = {s->block, 0};
     scratch_carve(s, &b, &e->sh, (uint64_t)e->chunk, (uint64_t)e->n_threads);
     return 0;
 }
 
 /* ---- Rows through matrices ---- */
 
-/* y[t][r] = W[r] . x[t] for all rows of W; the jobs of one call may run in any order. */
+/* y[t][r] = W[r] . x[t] for all rows of matrix t of a layer. */
 typedef struct {
-    float *y;          /* [T][ldy]          */
-    size_t ldy;
-    const uint16_t *w; /* bf16 [n_rows][n]  */
-    size_t n_rows, n;
-    const float *xp;   /* packed [T][n]     */
+    float *y;        /* [T][rows]       */
+    enum tensor t;
+    const float *xp; /* packed [T][cols] */
 } job;
 
 #define MAX_JOBS 8
 
-static void linear(const k3_engine *e, size_t T, const job *jobs, int n_jobs) {
+/* Rows [row, row + n_rows) of a job, weights at w; one thread. */
+static void linear_rows(const step *st, size_t T, const job *b, const uint16_t *w, size_t row, size_t n_rows) {
+    size_t n = tensor_cols(&st->e->files, b->t), ldy = tensor_rows(&st->e->files, b->t);
+    fp_default();
+    st->k->matmul_bf16(b->y + row, ldy, w, n, n_rows, n, b->xp, T);
+}
+
+/* The resident matrices of a list of jobs, all rows in one parallel loop. */
+static void linear_resident(const step *st, uint32_t il, size_t T, const job *jobs, int n_jobs) {
+    const layer *ly = &st->e->layers[il];
     size_t first[MAX_JOBS + 1] = {0};
     for (int j = 0; j < n_jobs; j++)
-        first[j + 1] = first[j] + (jobs[j].n_rows + ROW_TILE - 1) / ROW_TILE;
-#pragma omp parallel for num_threads(e->n_threads) schedule(static)
+        first[j + 1] = first[j] + (ly->m[jobs[j].t] ? (tensor_rows(&st->e->files, jobs[j].t) + ROW_TILE - 1) / ROW_TILE : 0);
+#pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
     for (size_t i = 0; i < first[n_jobs]; i++) {
-        fp_default();
         int j = 0;
         while (i >= first[j + 1]) j++;
-        const job *b = &jobs[j];
-        size_t r = (i - first[j]) * ROW_TILE;
-        size_t n_rows = b->n_rows - r < ROW_TILE ? b->n_rows - r : ROW_TILE;
-        e->kern->matmul_bf16(b->y + r, b->ldy, b->w + r * b->n, b->n, n_rows, b->n, b->xp, T);
+        size_t row = (i - first[j]) * ROW_TILE, rows = tensor_rows(&st->e->files, jobs[j].t);
+        linear_rows(st, T, &jobs[j], ly->m[jobs[j].t] + row * tensor_cols(&st->e->files, jobs[j].t), row,
+                    rows - row < ROW_TILE ? rows - row : ROW_TILE);
     }
+}
+
+/* A streamed matrix, piece by piece as its rows arrive. */
+static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
+    size_t n = tensor_cols(&st->e->files, b->t);
+    for (size_t done = 0; done < tensor_rows(&st->e->files, b->t);) {
+        const piece *p;
+        const uint16_t *w;
+        int rc = stream_take(st->e, il, b->t, &p, &w, st->err);
+        if (rc < 0) return rc;
+        size_t n_tiles = (p->n_rows + ROW_TILE - 1) / ROW_TILE;
+#pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
+        for (size_t i = 0; i < n_tiles; i++) {
+            size_t row = i * ROW_TILE, rows = p->n_rows - row < ROW_TILE ? p->n_rows - row : ROW_TILE;
+            linear_rows(st, T, b, w + row * n, p->row + row, rows);
+        }
+        done += p->n_rows;
+        stream_release(st->e);
+    }
+    return 0;
+}
+
+/* All jobs, in any order but that of the streamed ones. */
+static int linear(step *st, uint32_t il, size_t T, const job *jobs, int n_jobs) {
+    int rc = 0;
+    linear_resident(st, il, T, jobs, n_jobs);
+    for (int j = 0; rc == 0 && j < n_jobs; j++)
+        if (!st->e->layers[il].m[jobs[j].t]) rc = linear_streamed(st, il, T, &jobs[j]);
+    return rc;
 }
 
 /* xp = packed x[t][0..n), rows ldx apart. */
@@ -2281,29 +3306,25 @@ static void kda_remember(const step *st, uint32_t il) {
 }
 
 /* f = KDA(xp). Shapes: xp packed [T][hidden], f [T][hidden]. */
-static void kda(step *st, uint32_t il) {
+static int kda(step *st, uint32_t il) {
     const k3_engine *e = st->e;
-    const k3_shape *sh = &e->sh;
-    const layer *ly = &e->layers[il];
     const kda_bufs *b = &st->b->kda;
-    size_t T = st->T, H = sh->hidden, d = sh->kda_dim, n = (size_t)sh->kda_heads * d;
+    size_t T = st->T, d = e->sh.kda_dim, n = (size_t)e->sh.kda_heads * d;
     const float *xp = st->b->xp;
-    const job in[] = {
-        {b->raw[0], n, ly->m[T_KDA_Q], n, H, xp}, {b->raw[1], n, ly->m[T_KDA_K], n, H, xp},
-        {b->raw[2], n, ly->m[T_KDA_V], n, H, xp}, {b->g, n, ly->m[T_KDA_G], n, H, xp},
-        {b->fa, d, ly->m[T_F_A], d, H, xp},       {b->b, sh->kda_heads, ly->m[T_B], sh->kda_heads, H, xp},
-    };
-    linear(e, T, in, 6);
+    const job in[] = {{b->raw[0], T_KDA_Q, xp}, {b->raw[1], T_KDA_K, xp}, {b->raw[2], T_KDA_V, xp},
+                      {b->g, T_KDA_G, xp},      {b->fa, T_F_A, xp},       {b->b, T_B, xp}};
+    int rc = linear(st, il, T, in, 6);
+    if (rc < 0) return rc;
     pack_rows(e, T, b->fap, b->fa, d, d);
-    linear(e, T, &(job){b->f, n, ly->m[T_F_B], n, d, b->fap}, 1);
+    if ((rc = linear(st, il, T, &(job){b->f, T_F_B, b->fap}, 1)) < 0) return rc;
 #pragma omp parallel for num_threads(e->n_threads) schedule(static)
-    for (size_t h = 0; h < sh->kda_heads; h++) {
+    for (size_t h = 0; h < e->sh.kda_heads; h++) {
         fp_default();
         kda_head(st, il, h, st->b->local + (size_t)thread_index() * st->b->local_floats);
     }
     kda_remember(st, il);
     pack_rows(e, T, b->attp, b->att, n, n);
-    linear(e, T, &(job){st->b->f, H, ly->m[T_KDA_O], H, n, b->attp}, 1);
+    return linear(st, il, T, &(job){st->b->f, T_KDA_O, b->attp}, 1);
 }
 
 /* ---- MLA ---- */
@@ -2345,7 +3366,7 @@ static void mla_tile_carve(mla_tile *a, float *local) {
 /* Rows of kv_b that belong to head h: nope of Uk, then v of Uv. */
 static const uint16_t *mla_kv_b(const mla_tile *a, size_t h) {
     const k3_shape *sh = &a->st->e->sh;
-    return a->st->e->layers[a->il].m[T_KV_B] + h * (sh->nope_dim + sh->v_dim) * sh->kv_lora;
+    return a->st->kv_b + h * (sh->nope_dim + sh->v_dim) * sh->kv_lora;
 }
 
 /* q_abs[j] = sum_i Uk[i][j] q_nope[i]; the query is [q_abs | q_pe], packed. */
@@ -2467,35 +3488,43 @@ static void mla_latents(step *st, uint32_t il) {
     }
 }
 
-/* f = MLA(xp). Shapes as kda(). */
-static void mla(step *st, uint32_t il) {
+/* All heads over all positions of the chunk. */
+static void mla_heads(step *st, uint32_t il) {
     const k3_engine *e = st->e;
-    const k3_shape *sh = &e->sh;
-    const layer *ly = &e->layers[il];
-    const mla_bufs *b = &st->b->mla;
-    size_t T = st->T, H = sh->hidden, n_q = (size_t)sh->n_heads * (sh->nope_dim + sh->rope_dim);
-    size_t n_o = (size_t)sh->n_heads * sh->v_dim, n_kv = sh->kv_lora + sh->rope_dim;
-    const job in[] = {{b->cq, sh->q_lora, ly->m[T_Q_A], sh->q_lora, H, st->b->xp},
-                      {b->kv, n_kv, ly->m[T_KV_A], n_kv, H, st->b->xp},
-                      {b->g, n_o, ly->m[T_MLA_G], n_o, H, st->b->xp}};
-    linear(e, T, in, 3);
-    mla_latents(st, il);
-    linear(e, T, &(job){b->q, n_q, ly->m[T_Q_B], n_q, sh->q_lora, b->cqp}, 1);
-
-    size_t n_tok = (T + MLA_TOK - 1) / MLA_TOK, n_groups = (sh->n_heads + MLA_HEADS - 1) / MLA_HEADS;
+    size_t n_tok = (st->T + MLA_TOK - 1) / MLA_TOK, n_heads = e->sh.n_heads;
+    size_t n_groups = (n_heads + MLA_HEADS - 1) / MLA_HEADS;
 #pragma omp parallel for num_threads(e->n_threads) schedule(static)
     for (size_t i = 0; i < n_groups * n_tok; i++) {
         fp_default();
         mla_tile a = {.st = st, .il = il};
         a.h0 = i / n_tok * MLA_HEADS;
         a.t0 = i % n_tok * MLA_TOK;
-        a.nh = sh->n_heads - a.h0 < MLA_HEADS ? sh->n_heads - a.h0 : MLA_HEADS;
-        a.nt = T - a.t0 < MLA_TOK ? T - a.t0 : MLA_TOK;
+        a.nh = n_heads - a.h0 < MLA_HEADS ? n_heads - a.h0 : MLA_HEADS;
+        a.nt = st->T - a.t0 < MLA_TOK ? st->T - a.t0 : MLA_TOK;
         mla_tile_carve(&a, st->b->local + (size_t)thread_index() * st->b->local_floats);
         mla_attend(&a);
     }
+}
+
+/* f = MLA(xp). Shapes as kda(). */
+static int mla(step *st, uint32_t il) {
+    k3_engine *e = st->e;
+    const mla_bufs *b = &st->b->mla;
+    size_t T = st->T, n_o = (size_t)e->sh.n_heads * e->sh.v_dim;
+    const job in[] = {{b->cq, T_Q_A, st->b->xp}, {b->kv, T_KV_A, st->b->xp}, {b->g, T_MLA_G, st->b->xp}};
+    const piece *p;
+    int rc = linear(st, il, T, in, 3);
+    if (rc < 0) return rc;
+    mla_latents(st, il);
+    if ((rc = linear(st, il, T, &(job){b->q, T_Q_B, b->cqp}, 1)) < 0) return rc;
+
+    st->kv_b = e->layers[il].m[T_KV_B];
+    bool is_streamed = !st->kv_b; /* used at both ends of the attention: held as a whole */
+    if (is_streamed && (rc = stream_take(e, il, T_KV_B, &p, &st->kv_b, st->err)) < 0) return rc;
+    mla_heads(st, il);
+    if (is_streamed) stream_release(e);
     pack_rows(e, T, b->attp, b->att, n_o, n_o);
-    linear(e, T, &(job){st->b->f, H, ly->m[T_MLA_O], H, n_o, b->attp}, 1);
+    return linear(st, il, T, &(job){st->b->f, T_MLA_O, b->attp}, 1);
 }
 
 /* ==== 10. Router =====================================================================
@@ -2565,11 +3594,13 @@ static int router(step *st, uint32_t il) {
 /* ==== 11. Experts ====================================================================
  *
  * The chunk's (position, expert) pairs are sorted by expert, so that each distinct expert is read
- * once. Each pair's output is weighted, rounded to steps of 2^-40 and added as an integer: the
+ * once. Reads begin the moment the router has spoken; what is here is computed at once, the rest as
+ * it arrives. Each pair's output is weighted, rounded to steps of 2^-40 and added as an integer: the
  * sum does not depend on who computed what, in which order (NUMERICS 5).
  */
 
-/* Sort the picks of the chunk by expert. Returns the number of distinct experts. */
+/* Sort the picks of the chunk by expert. Returns the number of distinct experts; n_of[] becomes each
+ * expert's number of pairs. */
 static uint32_t experts_sort(step *st) {
     const k3_shape *sh = &st->e->sh;
     struct scratch *b = st->b;
@@ -2579,25 +3610,27 @@ static uint32_t experts_sort(step *st) {
     for (size_t i = 0; i < n_pairs; i++) b->n_of[b->pick[i]]++;
     for (uint32_t ie = 0; ie < sh->n_experts; ie++) {
         if (b->n_of[ie] == 0) continue;
-        b->routed[n] = (routed){.ie = ie, .first = first, .n = 0};
+        b->routed[n] = (routed){.ie = ie, .first = first};
         first += b->n_of[ie];
-        b->n_of[ie] = n++; /* from here on: the expert's place in routed[] */
+        b->n_of[ie] = n++; /* for now: the expert's place in routed[] */
     }
     for (size_t i = 0; i < n_pairs; i++) {
         routed *r = &b->routed[b->n_of[b->pick[i]]];
         b->pair_t[r->first + r->n] = (uint32_t)(i / sh->top_k);
         b->pair_w[r->first + r->n++] = b->pick_w[i];
+        r->weight += b->pick_w[i];
     }
+    memset(b->n_of, 0, sh->n_experts * sizeof *b->n_of);
+    for (uint32_t x = 0; x < n; x++) b->n_of[b->routed[x].ie] = b->routed[x].n;
     return n;
 }
 
-/* h = SiTU(w1 z, w3 z) for one tile of rows of one expert, packed as w2's input. The pairs of the
- * batch start at pair `base`. */
-static void expert_inner(const step *st, const routed *r, uint32_t base, size_t row, float *local) {
+/* h = SiTU(w1 z, w3 z) for one tile of rows of one expert, packed as w2's input. */
+static void expert_inner(const step *st, const routed *r, size_t row, float *local) {
     const k3_shape *sh = &st->e->sh;
     const moe_bufs *m = &st->b->moe;
-    size_t lat = sh->latent, at = r->first - base, n = r->n;
-    const float *z = st->T == 1 ? m->zp : m->zpair + at * lat;
+    size_t lat = sh->latent, n = r->n;
+    const float *z = st->T == 1 ? m->zp : m->zpair + r->at * lat;
     float *g = local, *u = local + n * ROW_TILE;
     const uint8_t *const *w = r->view.p;
     st->k->matmul_mxfp4(g, ROW_TILE, w[W1_PACKED] + row * (lat / 2), w[W1_SCALE] + row * (lat / K3_GROUP),
@@ -2606,116 +3639,199 @@ static void expert_inner(const step *st, const routed *r, uint32_t base, size_t 
                         ROW_TILE, lat, z, n);
     st->k->situ(g, g, u, sh->situ_beta, sh->situ_linear_beta, n * ROW_TILE);
     for (size_t j = 0; j < n; j++) {
-        float *to = m->hpair + at * sh->expert_inter +
-                    k3_xp_group(sh->expert_inter, n, j, row / K3_GROUP);
+        float *to = m->hpair + r->at * (size_t)sh->expert_inter + k3_xp_group(sh->expert_inter, n, j, row / K3_GROUP);
         for (size_t i = 0; i < ROW_TILE; i++) to[k3_xp_lane(i)] = g[j * ROW_TILE + i];
     }
 }
 
 /* Q += q40(w * (w2 h)) for one tile of rows of one expert. Returns the row of the first term that
  * is out of range, or -1. */
-static int64_t expert_outer(const step *st, const routed *r, uint32_t base, size_t row, float *local) {
+static int64_t expert_outer(const step *st, const routed *r, size_t row, float *local) {
     const k3_shape *sh = &st->e->sh;
     const moe_bufs *m = &st->b->moe;
     size_t inter = sh->expert_inter, n = r->n;
     const uint8_t *const *w = r->view.p;
-    st->k->matmul_mxfp4(local, ROW_TILE, w[W2_PACKED] + row * (inter / 2),
-                        w[W2_SCALE] + row * (inter / K3_GROUP), ROW_TILE, inter,
-                        m->hpair + (r->first - base) * inter, n);
+    st->k->matmul_mxfp4(local, ROW_TILE, w[W2_PACKED] + row * (inter / 2), w[W2_SCALE] + row * (inter / K3_GROUP),
+                        ROW_TILE, inter, m->hpair + r->at * inter, n);
     for (size_t j = 0; j < n; j++) {
         uint32_t pair = r->first + (uint32_t)j;
-        size_t bad = st->k->add_q40(m->Q + st->b->pair_t[pair] * (size_t)sh->latent + row,
-                                    local + j * ROW_TILE, st->b->pair_w[pair], ROW_TILE);
+        size_t bad = st->k->add_q40(m->Q + st->b->pair_t[pair] * (size_t)sh->latent + row, local + j * ROW_TILE,
+                                    st->b->pair_w[pair], ROW_TILE);
         if (bad < ROW_TILE) return (int64_t)(row + bad);
     }
     return -1;
 }
 
-/* Compute a batch of pinned experts and add them to Q. */
-static int experts_compute(step *st, uint32_t il, const routed *r, uint32_t n_routed) {
+/* Pack each expert's rows of z side by side. A single row serves all experts as it is. */
+static void experts_gather(const step *st, uint32_t n_batch) {
+    size_t lat = st->e->sh.latent;
+    if (st->T == 1) return;
+#pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
+    for (uint32_t x = 0; x < n_batch; x++) {
+        const routed *r = st->b->batch[x];
+        fp_default();
+        for (uint32_t j = 0; j < r->n; j++)
+            st->k->pack(st->b->moe.zpair + r->at * lat, r->n, j, st->b->moe.z + st->b->pair_t[r->first + j] * lat, lat);
+    }
+}
+
+/* Compute the pinned experts of batch[] and add them to Q. */
+static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
     const k3_shape *sh = &st->e->sh;
     struct scratch *b = st->b;
-    uint32_t base = r[0].first, bad_e = UINT32_MAX;
+    uint32_t bad_e = UINT32_MAX;
     int64_t bad_row = -1;
-    if (st->T > 1) {
-#pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
-        for (uint32_t x = 0; x < n_routed; x++) {
-            fp_default();
-            for (uint32_t j = 0; j < r[x].n; j++)
-                st->k->pack(b->moe.zpair + (size_t)(r[x].first - base) * sh->latent, r[x].n, j,
-                            b->moe.z + (size_t)b->pair_t[r[x].first + j] * sh->latent, sh->latent);
-        }
-    }
-    size_t n_inner = (size_t)sh->expert_inter / ROW_TILE * n_routed; /* tile-major: even load */
+    experts_gather(st, n_batch);
+    size_t n_inner = (size_t)sh->expert_inter / ROW_TILE * n_batch; /* tile-major: even load */
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
     for (size_t i = 0; i < n_inner; i++) {
         fp_default();
-        expert_inner(st, &r[i % n_routed], base, i / n_routed * ROW_TILE,
+        expert_inner(st, b->batch[i % n_batch], i / n_batch * ROW_TILE,
                      b->local + (size_t)thread_index() * b->local_floats);
     }
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
     for (size_t i = 0; i < sh->latent / ROW_TILE; i++) {
         fp_default();
-        for (uint32_t x = 0; x < n_routed; x++) {
-            int64_t row = expert_outer(st, &r[x], base, i * ROW_TILE,
-                                       b->local + (size_t)thread_index() * b->local_floats);
+        for (uint32_t x = 0; x < n_batch; x++) {
+            const routed *r = b->batch[x];
+            int64_t row = expert_outer(st, r, i * ROW_TILE, b->local + (size_t)thread_index() * b->local_floats);
             if (row < 0) continue;
 #pragma omp critical(k3_experts)
-            if (r[x].ie < bad_e || (r[x].ie == bad_e && row < bad_row)) {
-                bad_e = r[x].ie;
+            if (r->ie < bad_e || (r->ie == bad_e && row < bad_row)) {
+                bad_e = r->ie;
                 bad_row = row;
             }
             break;
         }
     }
     if (bad_row < 0) return 0;
-    return fail(st->err, K3_ENUMERIC,
-                "layer %u, expert %u: output %lld is NaN or not below 2^17 in size", il, bad_e,
+    return fail(st->err, K3_ENUMERIC, "layer %u, expert %u: output %lld is NaN or not below 2^17 in size", il, bad_e,
                 (long long)bad_row);
+}
+
+/* Pin what is here or on its way; queue the rest by place in the files. Returns how many are queued. */
+static uint32_t experts_pin(step *st, uint32_t il, uint32_t n_routed) {
+    k3_engine *e = st->e;
+    struct scratch *b = st->b;
+    uint32_t n_queue = 0;
+    for (uint32_t x = 0; x < n_routed; x++) {
+        routed *r = &b->routed[x];
+        r->slot = store_find(e, il, r->ie);
+        if (r->slot) {
+            r->slot->is_pinned = true;
+            for (int i = 0; r->slot->state == SLOT_READING && i < r->slot->n_reqs; i++)
+                disk_raise(&e->io, &r->slot->req[i]);
+            e->stats.expert_hits += r->slot->state == SLOT_FULL;
+            continue;
+        }
+        const expert_place *at = model_expert(&e->files, &e->sh, il, r->ie);
+        uint32_t q = n_queue++; /* insertion: usually 16, in no order */
+        for (; q > 0; q--) {
+            const expert_place *o = model_expert(&e->files, &e->sh, il, b->routed[b->queue[q - 1]].ie);
+            if (o->shard[0] < at->shard[0] || (o->shard[0] == at->shard[0] && o->offset[0] < at->offset[0])) break;
+            b->queue[q] = b->queue[q - 1];
+        }
+        b->queue[q] = x;
+    }
+    return n_queue;
+}
+
+/* Collect what has arrived and was not computed yet into batch[], as many pairs as scratch has room
+ * for. Returns the number of experts, or an error. */
+static int experts_collect(step *st, uint32_t n_routed) {
+    struct scratch *b = st->b;
+    uint32_t n_pairs = 0;
+    int n_batch = 0;
+    for (uint32_t x = 0; x < n_routed; x++) {
+        routed *r = &b->routed[x];
+        if (!r->slot || r->is_computed || n_pairs + r->n > b->max_pairs) continue;
+        int rc = store_arrived(st->e, r->slot, &r->view, st->err);
+        if (rc < 0) return rc;
+        if (rc == 0) continue;
+        r->at = n_pairs;
+        n_pairs += r->n;
+        b->batch[n_batch++] = r;
+    }
+    return n_batch;
+}
+
+/* In decode, while the disk would be idle: read ahead what the next layer's router says of the
+ * current input. A guess that is right saves a wait, a wrong one only wastes idle time. */
+static void experts_guess(step *st, uint32_t il) {
+    k3_engine *e = st->e;
+    store *s = &e->store;
+    const k3_shape *sh = &e->sh;
+    uint32_t id[K3_MAX_TOP_K];
+    float w[K3_MAX_TOP_K];
+    if (e->opt.no_look_ahead || st->T != 1 || il >= sh->n_layers || il < sh->n_dense || s->quota == sh->n_experts) return;
+    if (!e->layers[il].m[T_ROUTER] || s->n_free == 0) return;
+    linear_resident(st, il, 1, &(job){st->b->guess, T_ROUTER, st->b->xp}, 1);
+    if (route(st->k, sh, st->b->guess, e->layers[il].v[T_ROUTER_BIAS], id, w) >= 0) return;
+    for (uint32_t n = 0; n < sh->top_k && s->n_free > 0; n++) {
+        uint32_t best = 0; /* the surest first: the disk may not get far */
+        for (uint32_t i = 1; i < sh->top_k; i++)
+            if (w[i] > w[best]) best = i;
+        w[best] = -1.0f;
+        if (store_find(e, il, id[best])) continue;
+        uint32_t i_slot = s->free[s->n_free - 1];
+        if (!store_fetch(e, il, id[best], IO_GUESS)) return;
+        s->guess[s->n_guess++] = i_slot;
+        e->stats.guesses++;
+    }
 }
 
 /* Q = the weighted expert sum of every position of the chunk. */
 static int experts(step *st, uint32_t il) {
+    k3_engine *e = st->e;
     struct scratch *b = st->b;
-    layer_store *store = &st->e->stores[il];
-    memset(b->moe.Q, 0, st->T * st->e->sh.latent * sizeof *b->moe.Q);
-    uint32_t n_routed = experts_sort(st), i = 0;
-    int rc = 0;
-    store_cool(store);
-    while (rc == 0 && i < n_routed) {
-        uint32_t first = i, n_pairs = 0;
-        for (; rc == 0 && i < n_routed && i - first < store->n_slots; i++) {
-            routed *r = &b->routed[i];
-            float weight = 0.0f;
-            if (n_pairs + r->n > b->max_pairs) break;
-            for (uint32_t j = 0; j < r->n; j++) weight += b->pair_w[r->first + j];
-            rc = store_pin(st->e, il, r->ie, weight, &r->view, st->err);
-            n_pairs += r->n;
+    memset(b->moe.Q, 0, st->T * e->sh.latent * sizeof *b->moe.Q);
+    store_cool(e, il);
+    uint32_t n_routed = experts_sort(st), n_left = n_routed, i_queue = 0;
+    uint32_t n_queue = experts_pin(st, il, n_routed);
+    store_settle_guesses(e, il, b->n_of);
+    e->stats.expert_uses += n_routed;
+    for (bool has_guessed = false; n_left > 0;) {
+        uint64_t seen = disk_changes(&e->io);
+        for (; i_queue < n_queue; i_queue++) {
+            routed *r = &b->routed[b->queue[i_queue]];
+            if (!store_fetch(e, il, r->ie, IO_DEMAND)) break;
+            r->slot = store_find(e, il, r->ie);
+            r->slot->is_pinned = true;
         }
-        if (rc == 0) rc = experts_compute(st, il, b->routed + first, i - first);
-        if (rc == 0)
-            for (uint32_t x = first; x < i; x++) store_unpin(st->e, il, b->routed[x].ie);
+        if (i_queue == n_queue && !has_guessed) {
+            has_guessed = true;
+            experts_guess(st, il + 1);
+        }
+        int n_batch = experts_collect(st, n_routed);
+        if (n_batch < 0) return n_batch;
+        if (n_batch == 0) {
+            disk_wait_change(&e->io, seen);
+            continue;
+        }
+        int rc = experts_compute(st, il, (uint32_t)n_batch);
+        if (rc < 0) return rc;
+        for (int x = 0; x < n_batch; x++) {
+            routed *r = b->batch[x];
+            r->is_computed = true;
+            r->slot->heat += r->weight;
+            r->slot->tick = e->store.tick;
+            store_unpin(e, r->slot);
+        }
+        n_left -= (uint32_t)n_batch;
     }
-    st->e->expert_uses += (uint64_t)st->T * st->e->sh.top_k;
-    return rc;
+    return 0;
 }
 
 /* f = up(rms(r)) + shared(x) (K3-SPEC 3.5). */
 static int moe(step *st, uint32_t il) {
     const k3_engine *e = st->e;
-    const k3_shape *sh = &e->sh;
-    const layer *ly = &e->layers[il];
     const moe_bufs *b = &st->b->moe;
-    size_t T = st->T, H = sh->hidden, lat = sh->latent, S = sh->shared_inter;
+    size_t T = st->T, H = e->sh.hidden, lat = e->sh.latent;
     const float *xp = st->b->xp;
-    const job in[] = {{b->router, sh->n_experts, ly->m[T_ROUTER], sh->n_experts, H, xp},
-                      {b->z, lat, ly->m[T_LAT_DOWN], lat, H, xp},
-                      {b->sg, S, ly->m[T_SH_GATE], S, H, xp},
-                      {b->su, S, ly->m[T_SH_UP], S, H, xp}};
-    linear(e, T, in, 4);
-    int rc = router(st, il);
-    if (rc < 0) return rc;
-    situ_pack_rows(e, T, b->shp, b->sg, b->su, S);
+    const job in[] = {{b->router, T_ROUTER, xp}, {b->z, T_LAT_DOWN, xp}, {b->sg, T_SH_GATE, xp}, {b->su, T_SH_UP, xp}};
+    int rc = linear(st, il, T, in, 4);
+    if (rc < 0 || (rc = router(st, il)) < 0) return rc;
+    situ_pack_rows(e, T, b->shp, b->sg, b->su, e->sh.shared_inter);
     pack_rows(e, T, b->zp, b->z, lat, lat);
     if ((rc = experts(st, il)) < 0) return rc;
 #pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
@@ -2723,23 +3839,21 @@ static int moe(step *st, uint32_t il) {
         fp_default();
         st->k->q40_f32(b->r + t * lat, b->Q + t * lat, lat);
     }
-    rms_pack_rows(e, T, b->rp, b->r, lat, ly->v[T_LAT_NORM], lat, sh->rms_eps);
-    const job out[] = {{st->b->f, H, ly->m[T_LAT_UP], H, lat, b->rp},
-                       {b->up, H, ly->m[T_SH_DOWN], H, S, b->shp}};
-    linear(e, T, out, 2);
+    rms_pack_rows(e, T, b->rp, b->r, lat, e->layers[il].v[T_LAT_NORM], lat, e->sh.rms_eps);
+    const job out[] = {{st->b->f, T_LAT_UP, b->rp}, {b->up, T_SH_DOWN, b->shp}};
+    if ((rc = linear(st, il, T, out, 2)) < 0) return rc;
     st->k->add(st->b->f, b->up, T * H);
     return 0;
 }
 
 /* f = down(SiTU(gate x, up x)): the dense MLP of the first layers. */
-static void dense(step *st, uint32_t il) {
-    const layer *ly = &st->e->layers[il];
+static int dense(step *st, uint32_t il) {
     const dense_bufs *b = &st->b->dense;
-    size_t H = st->e->sh.hidden, n = st->e->sh.dense_inter;
-    const job in[] = {{b->g, n, ly->m[T_GATE], n, H, st->b->xp}, {b->u, n, ly->m[T_UP], n, H, st->b->xp}};
-    linear(st->e, st->T, in, 2);
-    situ_pack_rows(st->e, st->T, b->hp, b->g, b->u, n);
-    linear(st->e, st->T, &(job){st->b->f, H, ly->m[T_DOWN], H, n, b->hp}, 1);
+    const job in[] = {{b->g, T_GATE, st->b->xp}, {b->u, T_UP, st->b->xp}};
+    int rc = linear(st, il, st->T, in, 2);
+    if (rc < 0) return rc;
+    situ_pack_rows(st->e, st->T, b->hp, b->g, b->u, st->e->sh.dense_inter);
+    return linear(st, il, st->T, &(job){st->b->f, T_DOWN, b->hp}, 1);
 }
 
 /* ==== 12. AttnRes, one layer, head ===================================================
@@ -2837,21 +3951,17 @@ static int forward_layer(step *st, uint32_t il) {
     const k3_shape *sh = &st->e->sh;
     const layer *ly = &st->e->layers[il];
     bool is_push = il % sh->block_size == 0;
-    int rc = 0;
+    int rc;
 
     mix_pack_rows(st, 0, st->T, ly->u_att, ly->v[T_IN_NORM]); /* x = rms(MIX(blocks, P))  */
     if (is_push) push_block(st);                              /* the raw P, not x         */
-    if (sh->is_mla[il])                                       /* f = attention(x)         */
-        mla(st, il);
-    else
-        kda(st, il);
+    rc = sh->is_mla[il] ? mla(st, il) : kda(st, il);          /* f = attention(x)         */
+    if (rc < 0) return rc;
     residual(st, is_push);                                    /* P = f, or P + f          */
 
     mix_pack_rows(st, 0, st->T, ly->u_mlp, ly->v[T_POST_NORM]);
-    if (il < sh->n_dense)                                     /* f = FFN(x)               */
-        dense(st, il);
-    else if ((rc = moe(st, il)) < 0)
-        return rc;
+    rc = il < sh->n_dense ? dense(st, il) : moe(st, il);      /* f = FFN(x)               */
+    if (rc < 0) return rc;
     residual(st, false);                                      /* P = P + f                */
     return layer_check(st, il);
 }
@@ -2859,10 +3969,11 @@ static int forward_layer(step *st, uint32_t il) {
 /* logits = lm_head . rms(MIX(blocks, P)) of the last n_rows positions. */
 static int forward_head(step *st, size_t n_rows, float *logits) {
     const k3_shape *sh = &st->e->sh;
-    const layer *head = &st->e->head;
+    const layer *head = &st->e->layers[sh->n_layers];
     size_t V = sh->vocab_size;
     mix_pack_rows(st, st->T - n_rows, n_rows, head->u_att, head->v[T_NORM]);
-    linear(st->e, n_rows, &(job){logits, V, head->m[T_LM_HEAD], V, sh->hidden, st->b->xp}, 1);
+    int rc = linear(st, sh->n_layers, n_rows, &(job){logits, T_LM_HEAD, st->b->xp}, 1);
+    if (rc < 0) return rc;
     for (size_t i = 0; i < n_rows; i++)
         if (!st->k->is_finite(logits + i * V, V))
             return fail(st->err, K3_ENUMERIC, "head: a logit at position %llu is NaN or infinite",
@@ -2875,6 +3986,7 @@ static int forward(step *st, const uint32_t *ids, size_t n_rows, float *logits) 
     const k3_shape *sh = &st->e->sh;
     int rc = embed(st, ids);
     st->n_blocks = 0;
+    stream_begin(st->e, n_rows > 0);
     for (uint32_t il = 0; rc == 0 && il < sh->n_layers; il++) {
         rc = forward_layer(st, il);
         st->done += st->T;
@@ -2984,12 +4096,18 @@ static uint64_t layer_state_bytes(const k3_shape *sh, uint32_t il, uint64_t cont
     return round_up(floats * sizeof(float), 64);
 }
 
+static uint64_t session_bytes(const k3_shape *sh, uint64_t context) {
+    uint64_t sum = 0;
+    for (uint32_t il = 0; il < sh->n_layers; il++) sum += layer_state_bytes(sh, il, context);
+    return sum;
+}
+
 int k3_session_new(k3_session **out, k3_engine *e, uint64_t context, k3_error *err) {
     const k3_shape *sh = &e->sh;
     *out = NULL;
     if (e->opt.headers_only)
         return fail(err, K3_EUSAGE, "the engine was opened headers_only: it cannot run a session");
-    if (context == 0) context = sh->max_position < 4096 ? sh->max_position : 4096;
+    if (context == 0) context = e->plan.context;
     if (context > sh->max_position)
         return fail(err, K3_EUSAGE, "context of %llu exceeds the model's maximum of %u positions",
                     (unsigned long long)context, sh->max_position);
@@ -3000,7 +4118,7 @@ int k3_session_new(k3_session **out, k3_engine *e, uint64_t context, k3_error *e
     }
     s->e = e;
     s->context = context;
-    for (uint32_t il = 0; il < sh->n_layers; il++) s->block_bytes += layer_state_bytes(sh, il, context);
+    s->block_bytes = session_bytes(sh, context);
     s->block = ledger_take(&e->mem, s->block_bytes, "session state and latent cache", err);
     if (!s->block) {
         int rc = e->mem.why;
@@ -3068,7 +4186,11 @@ int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, 
         rc = forward(&st, ids + at, n_rows, to);
         if (rc == 0) s->pos += st.T;
     }
-    s->is_broken = rc < 0;
+    if (rc < 0) {
+        s->is_broken = true;
+        stream_reset(e);
+        store_recover(e);
+    }
     s->compute_ns += now_ns() - start;
     fp_restore(fp);
     pthread_mutex_unlock(&e->step);
@@ -3084,12 +4206,15 @@ void k3_session_trace(k3_session *s, k3_trace_fn fn, void *user) {
 }
 
 void k3_session_stats(const k3_session *s, k3_stats *out) {
-    *out = (k3_stats){.n_pos = s->pos,
-                      .compute_ns = s->compute_ns,
-                      .expert_uses = s->e->expert_uses,
-                      .expert_loads = s->e->expert_loads,
-                      .read_bytes = s->e->read_bytes,
-                      .resident_bytes = s->e->mem.used};
+    k3_engine *e = s->e;
+    *out = e->stats;
+    out->n_pos = s->pos;
+    out->compute_ns = s->compute_ns;
+    pthread_mutex_lock(&e->io.lock);
+    out->read_bytes += e->io.read_bytes;
+    out->stall_ns = e->io.stall_ns;
+    pthread_mutex_unlock(&e->io.lock);
+    out->resident_bytes = e->mem.used;
 }
 
 /* ==== 16. Oracle ===================================================================== */
@@ -3193,9 +4318,20 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
     if (!e->dir) return fail(err, K3_ENOMEM, "out of memory");
     e->opt.model_dir = e->dir;
     e->n_threads = engine_threads(o->n_threads);
-    e->chunk = o->chunk ? o->chunk : 64;
     e->mem.limit = o->ram_bytes ? o->ram_bytes : budget_default();
+    e->mem.used = OVERHEAD_BYTES;
     return 0;
+}
+
+/* Memory, trunk, slots, disk: everything a step needs. */
+static int engine_load(k3_engine *e, k3_error *err) {
+    int rc;
+    if ((rc = plan_make(e, err)) < 0) return rc;
+    if (e->opt.headers_only) return 0;
+    if ((rc = scratch_open(e, err)) < 0 || (rc = trunk_open(e, err)) < 0 || (rc = stream_open(e, err)) < 0 ||
+        (rc = store_open(e, err)) < 0)
+        return rc;
+    return disk_choose(e, err);
 }
 
 int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
@@ -3209,14 +4345,10 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
     int rc = engine_setup(e, o, err);
     if (rc == 0) rc = shape_read(&e->sh, e->dir, o->eps_lora, err);
     if (rc == 0) rc = model_open(&e->files, &e->sh, &e->opt, &e->mem, err);
-    if (rc == 0 && !o->headers_only) {
-        e->layers = calloc(e->sh.n_layers, sizeof *e->layers);
-        e->stores = calloc(e->sh.n_layers, sizeof *e->stores);
-        if (!e->layers || !e->stores) rc = fail(err, K3_ENOMEM, "out of memory for %u layers", e->sh.n_layers);
-        if (rc == 0) rc = scratch_open(e, err);
-        if (rc == 0) rc = trunk_open(e, err);
-        if (rc == 0) rc = store_open(e, err);
-    }
+    if (rc == 0 && !(e->layers = calloc(e->sh.n_layers + 1, sizeof *e->layers)))
+        rc = fail(err, K3_ENOMEM, "out of memory for %u layers", e->sh.n_layers);
+    if (rc == 0) rc = disk_open(e, err);
+    if (rc == 0) rc = engine_load(e, err);
     fp_restore(fp);
     if (rc < 0)
         k3_engine_close(e);
@@ -3227,16 +4359,18 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
 
 void k3_engine_close(k3_engine *e) {
     if (!e) return;
-    store_close(e);
-    for (uint32_t il = 0; e->layers && il < e->sh.n_layers; il++)
+    disk_close(e);
+    ledger_give(&e->mem, e->store.bytes, e->store.n_slots * e->store.slot_bytes);
+    ledger_give(&e->mem, e->store.slots, e->store.meta_bytes);
+    ledger_give(&e->mem, e->stream.bytes, e->stream.cap);
+    ledger_give(&e->mem, e->stream.pieces, e->stream.pieces_bytes);
+    for (uint32_t il = 0; e->layers && il <= e->sh.n_layers; il++)
         ledger_give(&e->mem, e->layers[il].block, e->layers[il].block_bytes);
-    ledger_give(&e->mem, e->head.block, e->head.block_bytes);
     if (e->scratch) ledger_give(&e->mem, e->scratch->block, e->scratch->block_bytes);
     model_close(&e->files);
     pthread_mutex_destroy(&e->step);
     free(e->scratch);
     free(e->layers);
-    free(e->stores);
     free(e->dir);
     free(e);
 }
@@ -3245,6 +4379,7 @@ const k3_shape *k3_engine_shape(const k3_engine *e) { return &e->sh; }
 const char *k3_engine_kernels(const k3_engine *e) { return e->kern->name; }
 int k3_engine_threads(const k3_engine *e) { return e->n_threads; }
 int k3_engine_chunk(const k3_engine *e) { return e->chunk; }
+const k3_plan *k3_engine_plan(const k3_engine *e) { return &e->plan; }
 
 /* ---- verify ---- */
 
@@ -3280,13 +4415,28 @@ typedef struct {
     k3_error *err;
 } verify;
 
+/* Read one whole expert as the store would, and check it. */
+static int verify_expert(verify *v, uint32_t il, uint32_t ie) {
+    k3_engine *e = v->e;
+    io_req req[N_EXPERT_TENSORS];
+    expert_view x;
+    int n = expert_requests(e, il, ie, v->buf, req), rc = 0;
+    for (int i = 0; i < n; i++) disk_submit(&e->io, &req[i], IO_DEMAND);
+    for (int i = 0; i < n; i++) disk_wait(&e->io, &req[i]);
+    for (int i = 0; i < n && rc == 0; i++)
+        if (req[i].state == IO_FAILED)
+            rc = fail_in(v->err, disk_fail(&e->io, &req[i], v->err), "expert %u of layer %u", ie, il);
+    if (rc < 0) return rc;
+    expert_locate(e, il, ie, req, n, &x);
+    return expert_check(&e->sh, il, ie, &x, &e->files, v->err);
+}
+
 static int verify_visit(void *user, const name_id *id) {
     verify *v = user;
     int rc;
     if (id->expert_tensor > 0) return 0; /* the whole expert was read at its first tensor */
     if (id->expert_tensor == 0) {
-        expert_view x;
-        rc = expert_read(v->e, id->il, id->ie, v->buf, &x, v->err);
+        rc = verify_expert(v, id->il, id->ie);
         v->done += v->e->sh.expert_bytes;
         v->n_experts++;
     } else {
@@ -3298,7 +4448,7 @@ static int verify_visit(void *user, const name_id *id) {
 
 int64_t k3_engine_verify(k3_engine *e, k3_error *err) {
     const k3_shape *sh = &e->sh;
-    uint64_t cap = round_up(sh->expert_bytes > (4u << 20) ? sh->expert_bytes : 4u << 20, 64);
+    uint64_t room = expert_room(&e->files, sh), cap = room > (4u << 20) ? room : 4u << 20;
     verify v = {.e = e, .cap = cap, .err = err};
     v.total = sh->trunk_bytes + (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts * sh->expert_bytes;
     v.buf = ledger_take(&e->mem, cap, "verify", err);

@@ -72,14 +72,29 @@ typedef struct {
     uint64_t read_bytes; /* bytes read from disk since open               */
 } k3_progress;
 
+#define K3_MAX_COPIES 8 /* the model directory and its mirrors */
+
+typedef enum { K3_POLICY_RANK, K3_POLICY_LRU } k3_policy; /* which expert makes room         */
+typedef enum { K3_IO_AUTO, K3_IO_POOL, K3_IO_URING } k3_io; /* how reads are issued           */
+typedef enum { K3_AUTO, K3_ON, K3_OFF } k3_switch;
+
 typedef struct {
     const char *model_dir; /* required                                                     */
     const char *kernels;   /* "ref" "avx2" "avx512" "neon"; NULL: the best this CPU has    */
     int n_threads;         /* 0: one per core this process may use                         */
-    int chunk;             /* most positions computed together, 1..4096; 0: 64             */
+    int chunk;             /* most positions computed together, 1..4096; 0: by the budget  */
     float eps_lora;        /* q_a and kv_a layernorm eps; K3-SPEC 3.6 default 1e-6         */
-    uint64_t ram_bytes;    /* bound for weights, experts and sessions; 0: what is free     */
-    bool headers_only;     /* check every header, load no weight: for info and verify      */
+    uint64_t ram_bytes;    /* bound of the process's peak RSS; 0: what is free, less 1/16  */
+    uint64_t context;      /* positions planned for; 0: 4096, or the model's maximum if less */
+    bool headers_only;     /* check every header, load no weight: for info, plan, verify   */
+
+    /* Reading weights that do not fit. None of these changes a bit. */
+    const char *const *mirrors; /* NULL-ended directories with copies of some shards       */
+    k3_io io;              /* pool of pread threads or io_uring; auto: a short probe       */
+    k3_switch direct;      /* O_DIRECT; auto: if the probe says it is faster               */
+    int io_depth;          /* reads in flight, 1..64; 0: by the probe                      */
+    k3_policy policy;      /* least router weight, or least recently used                  */
+    bool no_look_ahead;    /* do not read the next layer's likely experts                  */
 
     /* Notes the caller may show, one line each (a tensor nobody knows, a fallback). */
     void (*note)(void *user, const char *line);
@@ -116,6 +131,21 @@ typedef struct {
     uint64_t pos_bytes;    /* latent cache per position         */
 } k3_shape;
 
+/* Where the budget goes. Bytes unless named otherwise. */
+typedef struct {
+    uint64_t ram_bytes, floor_bytes; /* the ceiling, and the least that this model could run in */
+    uint64_t context;                /* positions planned for                                    */
+    uint64_t state_bytes, session_bytes; /* fixed state; with the latent cache                  */
+    uint64_t scratch_bytes, vector_bytes;
+    uint64_t resident_bytes, streamed_bytes; /* trunk matrices kept; read again for each chunk   */
+    uint64_t ring_bytes, slot_bytes;
+    uint32_t n_slots, quota;         /* expert slots in all; that each layer may keep            */
+    uint32_t chunk;                  /* positions computed together                              */
+    bool is_uring, is_direct;        /* how weights are read ...                                 */
+    int io_depth;
+    double disk_bytes_per_s;         /* ... and what the probe measured; 0: not probed           */
+} k3_plan;
+
 /* Open a model directory: parse and check every header, then load the trunk.
  * Errors  K3_EMODEL names the file, tensor or field; K3_EIO; K3_ENOMEM;
  *         K3_EUSAGE for a kernel set this CPU lacks (the text lists what it has). */
@@ -126,6 +156,7 @@ const k3_shape *k3_engine_shape(const k3_engine *e);
 const char *k3_engine_kernels(const k3_engine *e); /* the chosen table's name */
 int k3_engine_threads(const k3_engine *e);
 int k3_engine_chunk(const k3_engine *e);
+const k3_plan *k3_engine_plan(const k3_engine *e);
 
 /* Read every expert and every trunk tensor once and check what can be checked:
  * lengths, scale codes (at most 252), finite trunk values. Works headers_only.
@@ -141,8 +172,8 @@ bool k3_kernels_is_supported(const char *name);
 
 typedef struct k3_session k3_session;
 
-/* A timeline with room for `context` positions (0: 4096, or the model's maximum if
- * that is smaller). All memory it will ever use is taken here. */
+/* A timeline with room for `context` positions (0: the context planned for). All memory it will
+ * ever use is taken here. */
 int k3_session_new(k3_session **out, k3_engine *e, uint64_t context, k3_error *err);
 void k3_session_free(k3_session *s);
 
@@ -171,12 +202,16 @@ typedef void (*k3_trace_fn)(void *user, uint64_t pos, uint32_t layer, uint64_t f
 void k3_session_trace(k3_session *s, k3_trace_fn fn, void *user);
 
 typedef struct {
-    uint64_t n_pos;          /* positions run                        */
-    uint64_t compute_ns;     /* wall time inside feed                */
-    uint64_t expert_uses;    /* (position, expert) pairs computed    */
-    uint64_t expert_loads;   /* experts read from disk               */
-    uint64_t read_bytes;     /* bytes read from disk since open      */
-    uint64_t resident_bytes; /* weights, experts and sessions held   */
+    uint64_t n_pos;          /* positions run                               */
+    uint64_t compute_ns;     /* wall time inside feed                       */
+    uint64_t stall_ns;       /* of it, time spent waiting for the disk      */
+    uint64_t expert_uses;    /* distinct experts computed, chunk by chunk   */
+    uint64_t expert_hits;    /* of them, in memory when wanted              */
+    uint64_t expert_loads;   /* experts whose reading began                 */
+    uint64_t guesses, guess_hits; /* of them, read ahead; and then used     */
+    uint64_t wasted_bytes;   /* read ahead and not used                     */
+    uint64_t read_bytes;     /* bytes read from disk since open             */
+    uint64_t resident_bytes; /* what the ledger counts                      */
 } k3_stats;
 void k3_session_stats(const k3_session *s, k3_stats *out);
 

@@ -151,8 +151,8 @@ static void bench_run(const k3_kernels *k, const bench_data *d, size_t first, si
             k->matmul_mxfp4(y, s->rows, w + r * n / 2, d->s + mat * s->s_bytes + r * n / 32, n_row,
                             n, d->xp, d->batch);
         else
-            k->matmul_bf16(y, s->rows, (const uint16_t *)(const void *)w + r * n, n, n_row, n, d->xp,
-                           d->batch);
+            k->matmul_bf16(y, s->rows, (const uint16_t *)(const void *)w + r * n, n, n_row, n,
+                           d->xp, d->batch);
     }
 }
 
@@ -178,9 +178,11 @@ static void bench_line(const k3_kernels *k, const bench_data *d, int n_threads, 
     const bool is_ref = k == &k3_kernels_ref;
     const size_t rows = is_ref ? BENCH_HASH_ROWS : s->rows;
     const size_t n_mat = is_ref ? 1 : bench_n_mat(d, d->batch);
-    const double bytes = (double)(s->w_bytes + s->s_bytes) / (double)s->rows * (double)(rows * n_mat);
+    const double row_bytes = (double)(s->w_bytes + s->s_bytes) / (double)s->rows;
+    const double bytes = row_bytes * (double)(rows * n_mat);
     const double flops = 2.0 * (double)(rows * s->cols * n_mat * d->batch);
-    double w[BENCH_REPS], r[BENCH_REPS], p[BENCH_REPS], g[BENCH_REPS], wr[BENCH_REPS], gp[BENCH_REPS];
+    double weight[BENCH_REPS], read[BENCH_REPS], of_read[BENCH_REPS];
+    double flop[BENCH_REPS], peak[BENCH_REPS], of_peak[BENCH_REPS];
     const int n_rep = is_ref ? 3 : BENCH_REPS;
     size_t first = 0;
     const uint64_t hash = bench_hash(k, d, n_threads);
@@ -190,14 +192,21 @@ static void bench_line(const k3_kernels *k, const bench_data *d, int n_threads, 
         bench_run(k, d, first, n_mat, rows, n_threads);
         double seconds = bench_now() - t0, read1 = bench_read(k, d, i + 1, n_threads);
         first = (first + n_mat) % d->n_mat;
-        w[i] = bytes / seconds, r[i] = (read0 + read1) / 2, wr[i] = w[i] / r[i];
-        g[i] = flops / seconds, p[i] = bench_peak(k, n_threads), gp[i] = g[i] / p[i];
+        weight[i] = bytes / seconds;
+        read[i] = (read0 + read1) / 2;
+        of_read[i] = weight[i] / read[i];
+        flop[i] = flops / seconds;
+        peak[i] = bench_peak(k, n_threads);
+        of_peak[i] = flop[i] / peak[i];
         read0 = read1;
     }
-    fprintf(out, "%s\t%s\t%zu\t%zu\t%zu\t%d\t%.2f\t%.2f\t%.3f\t%.1f\t%.1f\t%.3f\t%016llx\n", k->name,
-            s->name, rows, s->cols, d->batch, n_threads, bench_median(w, n_rep) / 1e9,
-            bench_median(r, n_rep) / 1e9, bench_median(wr, n_rep), bench_median(g, n_rep) / 1e9,
-            bench_median(p, n_rep) / 1e9, bench_median(gp, n_rep), (unsigned long long)hash);
+    fprintf(out, "%s\t%s\t%zu\t%zu\t%zu\t%d\t", k->name, s->name, rows, s->cols, d->batch,
+            n_threads);
+    fprintf(out, "%.2f\t%.2f\t%.3f\t%.1f\t%.1f\t%.3f\t%016llx\n",
+            bench_median(weight, n_rep) / 1e9, bench_median(read, n_rep) / 1e9,
+            bench_median(of_read, n_rep), bench_median(flop, n_rep) / 1e9,
+            bench_median(peak, n_rep) / 1e9, bench_median(of_peak, n_rep),
+            (unsigned long long)hash);
     fflush(out);
 }
 
@@ -215,7 +224,8 @@ static int bench_one_shape(const bench_shape *shape, int max_threads, const char
     d.pool_bytes = d.n_mat * shape->w_bytes;
     if (posix_memalign(&w, 4096, d.pool_bytes)) w = NULL;
     if (posix_memalign(&xp, 64, 64 * shape->cols * sizeof(float))) xp = NULL;
-    d.w = w, d.xp = xp;
+    d.w = w;
+    d.xp = xp;
     d.s = malloc(d.n_mat * shape->s_bytes + 1);
     d.y = malloc((bench_n_mat(&d, 1) + 64 * bench_n_mat(&d, 16)) * shape->rows * sizeof(float));
     if (!d.w || !d.xp || !d.s || !d.y) goto done;
@@ -228,13 +238,16 @@ static int bench_one_shape(const bench_shape *shape, int max_threads, const char
         for (const char *const *name = k3_kernels_linked(); *name; name++) {
             const k3_kernels *k = bench_table(*name);
             if (!k || !k3_kernels_is_supported(*name) || (only && strcmp(only, *name))) continue;
-            for (int t = 1; t <= max_threads; t = t < max_threads && 2 * t > max_threads ? max_threads : 2 * t)
-                bench_line(k, &d, t, out);
+            for (int t = 1; t < max_threads; t *= 2) bench_line(k, &d, t, out);
+            bench_line(k, &d, max_threads, out);
         }
     }
     rc = K3_OK;
 done:
-    free(w), free(xp), free(d.s), free(d.y);
+    free(w);
+    free(xp);
+    free(d.s);
+    free(d.y);
     return rc;
 }
 

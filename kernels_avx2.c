@@ -2,7 +2,7 @@
  *
  * The 16 accumulators of one dot16 (NUMERICS 2) are two ymm. What shapes the code:
  *
- *   batch 1   Memory sets the pace: four rows in flight to hide the latency of the chain,
+ *   batch 1   Memory sets the pace: several rows in flight to hide the latency of the chain,
  *             and software prefetch that walks linearly ahead, because the hardware
  *             prefetchers see many short streams that stop at every page.
  *   MXFP4     There is no 16-entry float lookup, but every weight, scale included, is
@@ -95,6 +95,8 @@ TILE void bf16_group(__m256 acc[2], const uint16_t *p, const float *x) {
     acc[1] = _mm256_fmadd_ps(bf16_odd(v1), _mm256_load_ps(x + 24), acc[1]);
 }
 
+#define BF16_AHEAD 1024 /* bytes of one row to ask for in advance */
+
 /* R rows of bf16 against one vector. The last, short group is copied to a padded one. */
 TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t n,
                     const float *x) {
@@ -104,7 +106,7 @@ TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t
     for (; i + K3_GROUP <= n; i += K3_GROUP)
         for (int r = 0; r < R; r++) {
             const uint16_t *p = w + (size_t)r * ldw + i;
-            _mm_prefetch((const char *)p + 1024, _MM_HINT_T0);
+            _mm_prefetch((const char *)p + BF16_AHEAD, _MM_HINT_T0);
             bf16_group(acc[r], p, x + i);
         }
     if (i < n)
@@ -123,9 +125,14 @@ static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, 
     for (; r < n_rows; r++) bf16_rows(1, y + r, w + r * ldw, ldw, n, x);
 }
 
+/* Four floats in both halves. */
+TILE __m256 twice(const float *x) { return _mm256_broadcast_ps((const __m128 *)x); }
+
 /* Two rows of MXFP4 against one vector, `step` rows apart, so that step 0 runs a last single
  * row twice. acc[k] has lanes 4k .. 4k + 3 of one row in its low half, of the other in its
- * high half. Two rows in flight suffice: the decoding takes longer than the chain. */
+ * high half. Two rows in flight suffice: the decoding takes longer than the chain. The next
+ * two rows are asked for into L1, and what follows 8 KiB later into L2: the L1 requests alone
+ * would wait for memory, and there are few slots to wait in. */
 TILE void mxfp4_pair(size_t step, float *y, const uint8_t *q, const uint8_t *s, size_t n,
                      const float *x) {
     const __m256i mask = _mm256_set1_epi8(15);
@@ -143,12 +150,9 @@ TILE void mxfp4_pair(size_t step, float *y, const uint8_t *q, const uint8_t *s, 
         __m256i v = load_pair(q, q + row);
         __m256 w[4];
         mxfp4_lookup(w, _mm256_and_si256(v, mask), lo, hi);
-        for (int k = 0; k < 4; k++)
-            acc[k] = _mm256_fmadd_ps(w[k], _mm256_broadcast_ps((const __m128 *)(x + k * 4)), acc[k]);
+        for (int k = 0; k < 4; k++) acc[k] = _mm256_fmadd_ps(w[k], twice(x + k * 4), acc[k]);
         mxfp4_lookup(w, _mm256_and_si256(_mm256_srli_epi16(v, 4), mask), lo, hi);
-        for (int k = 0; k < 4; k++)
-            acc[k] = _mm256_fmadd_ps(w[k], _mm256_broadcast_ps((const __m128 *)(x + 16 + k * 4)),
-                                     acc[k]);
+        for (int k = 0; k < 4; k++) acc[k] = _mm256_fmadd_ps(w[k], twice(x + 16 + k * 4), acc[k]);
     }
     __m256 s4 = _mm256_add_ps(_mm256_add_ps(acc[0], acc[2]), _mm256_add_ps(acc[1], acc[3]));
     __m256 s2 = _mm256_add_ps(s4, _mm256_permute_ps(s4, 0x4e));

@@ -64,6 +64,8 @@ TILE __m512 bf16_odd(__m512i w) {
     return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)));
 }
 
+#define BF16_AHEAD 1024 /* bytes of one row to ask for in advance */
+
 /* R rows of bf16 against one vector. */
 TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t n,
                     const float *x) {
@@ -74,7 +76,7 @@ TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t
         __m512 even = _mm512_load_ps(x + i), odd = _mm512_load_ps(x + i + 16);
         for (int r = 0; r < R; r++) {
             const uint16_t *p = w + (size_t)r * ldw + i;
-            _mm_prefetch((const char *)p + 1024, _MM_HINT_T0);
+            _mm_prefetch((const char *)p + BF16_AHEAD, _MM_HINT_T0);
             __m512i v = _mm512_loadu_si512(p);
             acc[r] = _mm512_fmadd_ps(bf16_even(v), even, acc[r]);
             acc[r] = _mm512_fmadd_ps(bf16_odd(v), odd, acc[r]);
@@ -116,7 +118,9 @@ TILE __m512 mxfp4_group(__m512 acc, const uint8_t *q, uint8_t code, __m512 even,
     return _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srlv_epi32(v, high), table), odd, acc);
 }
 
-/* R rows of MXFP4 against one vector. */
+/* R rows of MXFP4, 1 or 4, against one vector. While a block of rows is read, the next one is
+ * asked for line by line into L1, and what follows 8 KiB later into L2: the L1 requests alone
+ * would wait for memory, and there are few slots to wait in. */
 TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, size_t n,
                      const float *x) {
     const __m512i low = _mm512_setr_epi32(0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24);

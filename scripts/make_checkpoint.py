@@ -39,7 +39,7 @@ import reference as ref  # noqa: E402  exits 77 without numpy
 
 np = ref.np
 
-# option, meaning, K3's value; the name of the field in config.json follows from FIELDS
+# option, field of config.json, default
 DIMS = [("hidden", "hidden_size", 7168), ("latent", "routed_expert_hidden_size", 3584),
         ("inter", "moe_intermediate_size", 3072), ("shared", "num_shared_experts", 2),
         ("dense-inter", "intermediate_size", 33792), ("heads", "num_attention_heads", 96),
@@ -173,10 +173,10 @@ def header(shard):
 # 3 Writing
 #
 # Past the page cache where the system allows it: several times faster for files
-# larger than memory, and a reader's first look is honest.  The disk has two
-# buffers while the third is filled.
+# larger than memory, and a reader's first look is honest.  The disk has
+# three buffers while the fourth is filled.
 
-CHUNK, N_BUF, BLOCK = 8 << 20, 3, 4096
+CHUNK, N_BUF, BLOCK = 16 << 20, 4, 4096
 
 
 class Writer:
@@ -228,29 +228,9 @@ class Writer:
         os.close(self.fd)
 
 
-class Progress:
-    """A line on stderr if that is a terminal, at most 10 a second, erased at the end."""
-
-    def __init__(self, total):
-        self.total, self.done, self.t0, self.last = total, 0, time.time(), 0
-        self.on = sys.stderr.isatty()
-
-    def step(self, n, what):
-        self.done += n
-        now = time.time()
-        if self.on and now - self.last > 0.1:
-            self.last = now
-            rate = self.done / (now - self.t0 + 1e-9) / 1e9
-            print(f"\r\033[K{100 * self.done / self.total:5.1f}%  {self.done / 2**30:.1f} of "
-                  f"{self.total / 2**30:.1f} GiB  {rate:.2f} GB/s  {what}", end="", file=sys.stderr, flush=True)
-
-    def end(self):
-        if self.on:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def write(path, config, c, source, shards, total):
-    where, progress = {}, Progress(total)
+def write(path, source, shards, total):
+    """All shards, with a line on stderr if that is a terminal -> (seconds, {tensor: file})."""
+    where, done, shown, t0 = {}, 0, 0, time.time()
     bufs = [mmap.mmap(-1, CHUNK) for _ in range(N_BUF)]  # page-aligned, as O_DIRECT wants
     with concurrent.futures.ThreadPoolExecutor(N_BUF - 1) as workers:
         for i, shard in enumerate(shards):
@@ -260,16 +240,16 @@ def write(path, config, c, source, shards, total):
             for t in shard:
                 for x in source.tensor(*t):
                     out.put(x)
-                progress.step(n_bytes(t), name)
                 where["language_model." + t[0]] = name
+                done, now = done + n_bytes(t), time.time()
+                if sys.stderr.isatty() and now > shown + 0.1:
+                    shown = now
+                    sys.stderr.write(f"\r\033[K{100 * done / total:5.1f}% of {total / 2**30:.1f} GiB  "
+                                     f"{done / (now - t0 + 1e-9) / 1e9:.2f} GB/s  {name}")
             out.close()
-    progress.end()
-    ref.json_write(os.path.join(path, "model.safetensors.index.json"),
-                   dict(metadata=dict(total_size=total), weight_map=where))
-    ref.json_write(os.path.join(path, "generation_config.json"),
-                   dict(max_length=1048576, eos_token_id=config["eos_token_id"]))
-    ref.json_write(os.path.join(path, "config.json"), config)
-    return time.time() - progress.t0
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K")
+    return time.time() - t0, where
 
 
 # ---------------------------------------------------------------------------
@@ -279,16 +259,15 @@ PARTS = [(".experts.", "routed experts"), (".self_attn.", "attention"), (".block
          (".mlp.", "dense MLP"), (".layers.", "norms, AttnRes"), ("", "embedding, head")]
 
 
-def report(c, shards, total):
-    parts = dict.fromkeys((label for _, label in PARTS), 0)
+def report(c, shards):
+    parts, files = {label: 0 for _, label in PARTS}, []
     for shard in shards:
+        files.append(len(header(shard)) + sum(map(n_bytes, shard)))
         for t in shard:
             parts[next(label for mark, label in PARTS if mark in t[0])] += n_bytes(t)
-    heads = [len(header(s)) for s in shards]
-    rows = [*parts.items(), ("headers", sum(heads)), ("all", total + sum(heads)),
-            ("largest shard", max(h + sum(map(n_bytes, s)) for h, s in zip(heads, shards))),
-            ("one expert", sum(o * i * 17 // 32 for o, i in ref.expert_matrices(c).values()))]
-    for label, n in rows:
+    expert = sum(o * i * 17 // 32 for o, i in ref.expert_matrices(c).values())
+    for label, n in [*parts.items(), ("headers", sum(files) - sum(parts.values())), ("all", sum(files)),
+                     ("largest shard", max(files)), ("one expert", expert)]:
         print(f"{label:16} {n:>20,} B {n / 2**30:10.3f} GiB")
     print(f"{'tensors, shards':16} {sum(map(len, shards)):>20,} in {len(shards)}")
 
@@ -314,25 +293,23 @@ def parse(argv):
                    "(default every 4th and the last, as K3)")
     how = p.add_mutually_exclusive_group()
     how.add_argument("--layer-per-shard", action="store_true", help="as released (default)")
-    how.add_argument("--shard-size", type=size, metavar="SIZE", help="most bytes of tensors in a shard, as 4G")
+    how.add_argument("--shard-size", type=size, metavar="SIZE", help="most bytes of tensors in a shard, as 4G; "
+                     "a larger tensor is alone in its shard")
     p.add_argument("--split-experts", action="store_true", help="an expert's six tensors not back to back")
     p.add_argument("--sparse-trunk", choices=["no", "yes"], default="no", help="attention, dense and shared "
                    "matrices are zeros (holes), for many experts on a small disk (default no)")
     p.add_argument("--seed", type=int, default=1, metavar="N", help="default 1")
     p.add_argument("--check", action="store_true", help="print the sizes, write nothing")
     a = p.parse_args(argv)
-    if not 0 <= a.seed < 1 << 32:
-        p.error("--seed is outside 0..2^32-1")
-    if a.top_k > a.experts:
-        p.error("--top-k is more than --experts")
-    if a.routed_expert_hidden_size % 32 or a.moe_intermediate_size % 32:
-        p.error("--latent and --inter must be multiples of 32")
-    if a.vocab_size < 16:
-        p.error("--vocab is less than 16")
     a.kda_heads = a.kda_heads or a.num_attention_heads
-    a.mla = sorted({*range(4, a.layers + 1, 4), a.layers}) if a.mla is None else sorted(set(a.mla))
-    if a.mla and not 1 <= a.mla[0] <= a.mla[-1] <= a.layers:
-        p.error("--mla names a layer that is not there")
+    a.mla = sorted(set(a.mla or [*range(4, a.layers + 1, 4), a.layers]))
+    for bad, why in ((not 0 <= a.seed < 1 << 32, "--seed is outside 0..2^32-1"), (a.vocab_size < 16, "--vocab < 16"),
+                     (a.top_k > a.experts, "--top-k is more than --experts"),
+                     (a.routed_expert_hidden_size % 32, "--latent is not a multiple of 32"),
+                     (a.moe_intermediate_size % 32, "--inter is not a multiple of 32"),
+                     (a.mla[0] < 1 or a.mla[-1] > a.layers, "--mla names a layer that is not there")):
+        if bad:
+            p.error(why)
     return a
 
 
@@ -346,7 +323,7 @@ def run(a):
     shards = plan(c, source, a)
     total = sum(n_bytes(t) for s in shards for t in s)
     if a.check:
-        report(c, shards, total)
+        report(c, shards)
         return 0
     os.makedirs(a.dir, exist_ok=True)
     if os.listdir(a.dir):
@@ -354,7 +331,11 @@ def run(a):
     free = shutil.disk_usage(a.dir).free
     if total > free and not source.sparse:
         raise ref.Bad(f"{a.dir}: needs {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
-    seconds = write(a.dir, config, c, source, shards, total)
+    seconds, where = write(a.dir, source, shards, total)
+    for name, value in (("model.safetensors.index.json", dict(metadata=dict(total_size=total), weight_map=where)),
+                        ("generation_config.json", dict(max_length=1048576, eos_token_id=config["eos_token_id"])),
+                        ("config.json", config)):
+        ref.json_write(os.path.join(a.dir, name), value)
     print(json.dumps(dict(seed=a.seed, shards=len(shards), tensors=sum(map(len, shards)), tensor_bytes=total,
                           seconds=round(seconds, 2), gb_per_s=round(total / seconds / 1e9, 3))))
     return 0
