@@ -1685,8 +1685,8 @@ typedef struct {
     pthread_t threads[IO_MAX_THREADS];
     int n_threads, depth, n_busy;
     bool is_stopping, is_direct, is_uring;
-    pread_fn pread;
-    void *pread_user;
+    pread_fn read;
+    void *read_user;
     const shard *shards;
     io_copy copies[K3_MAX_COPIES];
     int n_copies;
@@ -1850,7 +1850,7 @@ static void *pool_main(void *arg) {
         pthread_mutex_unlock(&d->lock);
         ssize_t got;
         do {
-            got = d->pread(d->pread_user, io_fd(d, r), r->to + r->got, (size_t)io_left(r),
+            got = d->read(d->read_user, io_fd(d, r), r->to + r->got, (size_t)io_left(r),
                            (off_t)(io_base(r) + r->got));
             if (got < 0) got = -errno;
         } while (!io_advance(d, r, got));
@@ -2687,12 +2687,16 @@ static uint64_t plan_fixed(const k3_engine *e, uint64_t chunk) {
     const k3_plan *p = &e->plan;
     uint64_t n_moe = e->sh.n_layers - e->sh.n_dense;
     return e->mem.used + p->vector_bytes + p->session_bytes + scratch_bytes(e, chunk) +
-           store_meta_bytes(&e->sh, 0) + (n_moe ? 2 * (p->slot_bytes + sizeof(slot)) : 0);
+           (n_moe ? store_meta_bytes(&e->sh, 2) + 2 * p->slot_bytes : 0);
+}
+
+/* The list of all streamed pieces, at most: full ones, and a last one for each matrix. */
+static uint64_t plan_pieces(const k3_engine *e) {
+    return (e->sh.trunk_bytes / (PIECE_BYTES / 2) + 16 * ((uint64_t)e->sh.n_layers + 1)) * sizeof(piece);
 }
 
 static uint64_t plan_ring_least(const k3_engine *e) {
-    return 2 * io_room(piece_max_bytes(&e->files, &e->sh)) +
-           (e->sh.trunk_bytes / (PIECE_BYTES / 2) + 64 * (uint64_t)e->sh.n_layers) * sizeof(piece);
+    return 2 * io_room(piece_max_bytes(&e->files, &e->sh));
 }
 
 /* Mark matrices resident while `left` lasts; returns what they take. */
@@ -2720,18 +2724,19 @@ static void plan_divide(k3_engine *e, uint64_t left) {
     uint64_t n_moe = sh->n_layers - sh->n_dense, per_slot = p->slot_bytes + sizeof(slot) + sizeof(uint32_t);
     uint64_t all = matrices_bytes(e, false), n_all = n_moe * sh->n_experts;
     uint64_t staging = n_all < 2u * sh->top_k ? n_all : 2u * sh->top_k;
-    if (left >= all + n_all * per_slot) {
-        staging = 0;
-    } else if (left < all + staging * per_slot) { /* some of the trunk is streamed */
-        uint64_t least = plan_ring_least(e), ring = left / 16;
-        if (ring > 256u << 20) ring = 256u << 20;
-        if (ring < least) ring = least;
-        p->ring_bytes = round_up(ring, IO_ALIGN);
-        left -= p->ring_bytes < left ? p->ring_bytes : left;
-        uint64_t most = left / 8 / per_slot;
-        staging = staging < most ? staging : most;
+    uint64_t least = plan_ring_least(e), room = left > all ? (left - all) / per_slot : 0;
+    if (room >= n_all) {
+        staging = 0; /* everything has its place */
+    } else if (room < staging && all > least + plan_pieces(e)) { /* some of the trunk is streamed */
+        uint64_t ring = left / 16 < 256u << 20 ? left / 16 : 256u << 20;
+        p->ring_bytes = round_up(ring > least ? ring : least, IO_ALIGN);
+        uint64_t taken = p->ring_bytes + plan_pieces(e);
+        left -= taken < left ? taken : left;
+        if (staging > left / 8 / per_slot) staging = left / 8 / per_slot;
         if (staging < 2) staging = n_all < 2 ? n_all : 2;
         all = left > staging * per_slot ? left - staging * per_slot : 0;
+    } else if (staging > room) {
+        staging = room > 2 ? room : n_all < 2 ? n_all : 2;
     }
     p->resident_bytes = plan_residents(e, all);
     left = left > p->resident_bytes ? left - p->resident_bytes : 0;
@@ -2756,12 +2761,13 @@ static int plan_make(k3_engine *e, k3_error *err) {
     p->state_bytes = sh->state_bytes;
     p->session_bytes = session_bytes(sh, p->context);
     p->slot_bytes = expert_room(&e->files, sh);
-    uint64_t chunk = o->chunk ? (uint64_t)o->chunk : 64, ring = plan_ring_least(e);
-    p->floor_bytes = plan_fixed(e, o->chunk ? chunk : 1) + ring;
-    uint64_t all = matrices_bytes(e, false);
-    while (!o->chunk && chunk > 1 && plan_fixed(e, chunk) + (all < ring ? all : ring) > e->mem.limit) chunk /= 4;
+    uint64_t chunk = o->chunk ? (uint64_t)o->chunk : 64;
+    uint64_t all = matrices_bytes(e, false), trunk = plan_ring_least(e) + plan_pieces(e);
+    if (trunk > all) trunk = all; /* small enough to be kept */
+    p->floor_bytes = plan_fixed(e, o->chunk ? chunk : 1) + trunk;
+    while (!o->chunk && chunk > 1 && plan_fixed(e, chunk) + trunk > e->mem.limit) chunk /= 4;
     uint64_t fixed = plan_fixed(e, chunk);
-    if (fixed + (all < ring ? all : ring) > e->mem.limit)
+    if (fixed + trunk > e->mem.limit)
         return fail(err, K3_EBUDGET,
                     "a budget of %llu bytes is below the floor of this model with a context of %llu: give at least "
                     "%llu bytes (%.2f GiB) with --ram, or a smaller --context",
@@ -2813,7 +2819,7 @@ static int disk_open(k3_engine *e, k3_error *err) {
     pthread_cond_init(&d->work, NULL);
     pthread_cond_init(&d->done, NULL);
     d->shards = e->files.shards;
-    d->pread = plain_pread;
+    d->read = plain_pread;
     int rc = disk_add_copy(e, e->dir, err);
     for (const char *const *m = e->opt.mirrors; rc == 0 && m && *m; m++) rc = disk_add_copy(e, *m, err);
     return rc < 0 ? rc : disk_mode(d, false, false, 4, err);
@@ -2821,7 +2827,7 @@ static int disk_open(k3_engine *e, k3_error *err) {
 
 static void disk_close(k3_engine *e) {
     disk *d = &e->io;
-    if (!d->pread) return;
+    if (!d->read) return;
     if (d->n_threads > 0) {
         stream_reset(e);
         store_recover(e);

@@ -347,7 +347,13 @@ static size_t ew_add_q40(int64_t *q, const float *y, float w, size_t n) {
 }
 
 static void ew_q40_f32(float *y, const int64_t *q, size_t n) {
-    for (size_t i = 0; i < n; i++) y[i] = (float)q[i] * 0x1p-40f;
+    for (size_t i = 0; i < n; i++) {
+        int64_t whole = q[i];
+#if defined(__clang__) && defined(__aarch64__)
+        __asm__("" : "+r"(whole)); /* before LLVM 21 the vector form rounds twice, through f64 */
+#endif
+        y[i] = (float)whole * 0x1p-40f;
+    }
 }
 
 /* Exponent all ones is NaN or infinity. */

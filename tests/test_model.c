@@ -9,7 +9,7 @@
  *     test_model --make-headers DIR     write the 96 sparse shards and their config into DIR
  *     test_model --open DIR             open DIR headers_only; print time and memory
  *
- * Includes k3.c, to reach its statics, to make its allocations fail and its disk lie; link the
+ * Includes k3.c, to reach its statics, to make its allocations fail and its fault lie; link the
  * kernel sets but not k3.c.
  */
 #include "test.h"
@@ -28,14 +28,14 @@ static long alloc_left = -1; /* allocations until one fails; -1: never */
 static bool alloc_fails(void) { return alloc_left >= 0 && alloc_left-- == 0; }
 
 /* The disk: honest, a few bytes at a time, interrupted; or, from read `disk_left` on, broken. */
-static enum { DISK_OK, DISK_SHORT, DISK_EINTR, DISK_EIO, DISK_END } disk = DISK_OK;
+static enum { DISK_OK, DISK_SHORT, DISK_EINTR, DISK_EIO, DISK_END } fault = DISK_OK;
 static long disk_left;
 
 static ssize_t disk_read(int fd, void *to, size_t n, off_t at) {
     static unsigned turn;
-    if (disk == DISK_SHORT) n = n > 1000 ? n / 2 : n > 3 ? 3 : n;
-    if (disk == DISK_EINTR && ++turn % 2) return errno = EINTR, -1;
-    if (disk >= DISK_EIO && disk_left-- <= 0) return disk == DISK_END ? 0 : (errno = EIO, -1);
+    if (fault == DISK_SHORT) n = n > 1000 ? n / 2 : n > 3 ? 3 : n;
+    if (fault == DISK_EINTR && ++turn % 2) return errno = EINTR, -1;
+    if (fault >= DISK_EIO && disk_left-- <= 0) return fault == DISK_END ? 0 : (errno = EIO, -1);
     return pread(fd, to, n, at);
 }
 
@@ -211,7 +211,7 @@ static void test_real_index(void) {
     unsigned long long total = 0;
     uint64_t n_text = 0, n_vision = 0, n_expected = 0;
     ledger mem = {1u << 30, 0, 0};
-    shard none = {.name = (char *)"the index", .fd = -1};
+    shard none = {.name = (char *)"the index", .fd = {-1}};
     model m;
     table_new(&m, &mem);
     m.shards = &none;
@@ -1143,14 +1143,14 @@ static void test_shard_truncated(void) {
 
 /* Many tiny values must not become gigabytes of tree. */
 static void test_bomb(const char *file) {
-    static const char *const piece[] = {"\"\",", "[],", "{},"}; /* each worse than the last */
+    static const char *const part[] = {"\"\",", "[],", "{},"}; /* each worse than the last */
     size_t cap = strcmp(file, "config.json") == 0 ? 250u << 10 : 2u << 20;
     char *text = malloc(cap + 64);
     must(text != NULL, "memory");
     box_fresh();
-    for (size_t i = 0; i < sizeof piece / sizeof *piece; i++) {
-        size_t n = (size_t)sprintf(text, "{\"a\":["), k = strlen(piece[i]);
-        for (; n + k < cap; n += k) memcpy(text + n, piece[i], k);
+    for (size_t i = 0; i < sizeof part / sizeof *part; i++) {
+        size_t n = (size_t)sprintf(text, "{\"a\":["), k = strlen(part[i]);
+        for (; n + k < cap; n += k) memcpy(text + n, part[i], k);
         sprintf(text + n - 1, "]}");
         if (strcmp(file, S2) == 0)
             shard_write(1, text, false, 0);
@@ -1159,7 +1159,7 @@ static void test_bomb(const char *file) {
         uint64_t before = peak_kib();
         REFUSE2("megabytes of small values", K3_EMODEL, file, "");
         if (!HAS_SANITIZER && !CHECK(peak_kib() - before < 96 * 1024))
-            printf("    %s in %s took %" PRIu64 " MiB\n", piece[i], file, (peak_kib() - before) / 1024);
+            printf("    %s in %s took %" PRIu64 " MiB\n", part[i], file, (peak_kib() - before) / 1024);
     }
     free(text);
 }
@@ -1314,7 +1314,7 @@ static void pick_experts(uint32_t *used, uint32_t *unused, expert_place at[2]) {
          k3_session_feed(s, IDS, N_IDS, K3_ROWS_NONE, NULL, &err) == 0, "demo");
     *used = *unused = UINT32_MAX;
     for (uint32_t ie = 0; ie < e->sh.n_experts; ie++)
-        *(e->stores[5].slot_of[ie] >= 0 ? used : unused) = ie;
+        *(store_find(e, 5, ie) ? used : unused) = ie;
     must(*used != UINT32_MAX && *unused != UINT32_MAX, "experts of layer 5");
     at[0] = *model_expert(&e->files, &e->sh, 5, *used);
     at[1] = *model_expert(&e->files, &e->sh, 5, *unused);
@@ -1412,24 +1412,24 @@ static void test_shard_shrinks(void) {
 static void test_disk(void) {
     uint64_t fnv;
     box_fresh();
-    disk = DISK_SHORT;
+    fault = DISK_SHORT;
     SAME_RUN("short reads");
-    disk = DISK_EINTR;
+    fault = DISK_EINTR;
     SAME_RUN("interrupted reads");
     for (int kind = DISK_EIO; kind <= DISK_END; kind++) {
         int rc = K3_EIO;
         for (long k = 0; rc == K3_EIO && k < 4000; k = k < 8 ? k + 1 : k * 5 / 4) {
             disk_left = k;
-            disk = (unsigned char)kind;
+            fault = (unsigned char)kind;
             int n_fds = fd_count();
             rc = box_run(&fnv);
-            disk = DISK_OK;
+            fault = DISK_OK;
             if (rc == K3_EIO) CHECK(strstr(err.text, ".safetensors") && is_one_line(err.text));
             CHECK_EQ_INT(fd_count(), n_fds);
         }
         CHECK_EQ_INT(rc, 0); /* in the end there were no more reads */
     }
-    disk = DISK_OK;
+    fault = DISK_OK;
 }
 
 /* Every allocation of ours fails once: a clean K3_ENOMEM, nothing left behind. */

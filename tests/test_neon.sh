@@ -14,9 +14,9 @@ if ! echo 'int main(void) { return 0; }' | $cc -x c -o /dev/null - -luring -lpcr
     exit 77
 fi
 dir=$BUILD-neon
-make -s BUILD="$dir" CC=$cc all "$dir/test_kernels" "$dir/test_engine" || { echo "neon: 0 passed, 1 failed, 0 skipped"; exit 1; }
+make -s BUILD="$dir" CC=$cc LDFLAGS=-static all "$dir/test_kernels" "$dir/test_engine" || { echo "neon: 0 passed, 1 failed, 0 skipped"; exit 1; }
 export OMP_WAIT_POLICY=passive
-emulate="qemu-aarch64 -L /usr/aarch64-linux-gnu -E LD_LIBRARY_PATH=/usr/lib/aarch64-linux-gnu"
+emulate="timeout -k 1 1200 qemu-aarch64"
 out=$(mktemp) || exit 1
 trap 'rm -f "$out"' EXIT
 rc=0
