@@ -4332,8 +4332,9 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
 /* Memory, trunk, slots, disk: everything a step needs. */
 static int engine_load(k3_engine *e, k3_error *err) {
     int rc;
-    if ((rc = plan_make(e, err)) < 0) return rc;
-    if (e->opt.headers_only) return 0;
+    rc = plan_make(e, err);
+    if (rc == K3_EBUDGET && e->opt.headers_only) return 0; /* the plan names the floor */
+    if (rc < 0 || e->opt.headers_only) return rc;
     if ((rc = scratch_open(e, err)) < 0 || (rc = trunk_open(e, err)) < 0 || (rc = stream_open(e, err)) < 0 ||
         (rc = store_open(e, err)) < 0)
         return rc;

@@ -156,7 +156,7 @@ const k3_shape *k3_engine_shape(const k3_engine *e);
 const char *k3_engine_kernels(const k3_engine *e); /* the chosen table's name */
 int k3_engine_threads(const k3_engine *e);
 int k3_engine_chunk(const k3_engine *e);
-const k3_plan *k3_engine_plan(const k3_engine *e);
+const k3_plan *k3_engine_plan(const k3_engine *e); /* headers_only: n_slots 0 below the floor */
 
 /* Read every expert and every trunk tensor once and check what can be checked:
  * lengths, scale codes (at most 252), finite trunk values. Works headers_only.

@@ -47,7 +47,7 @@ static void setup(void) {
     m.at = ledger_take(&mem, m.at_bytes, "table", &err);
     m.experts = ledger_take(&mem, m.experts_bytes, "table", &err);
     must(m.at && m.experts && shard_add(&m, "one", &err) == 0 && shard_add(&m, "two", &err) == 1, "memory");
-    m.shards[0].fd = m.shards[1].fd = fileno(f); /* kept open: the process's own */
+    m.shards[0].fd[0] = m.shards[1].fd[0] = fileno(f); /* kept open: the process's own */
     shape_dims(&sh, m.dims);
 }
 
@@ -74,7 +74,7 @@ static int place_check(void *user, const name_id *id) {
 
 /* The file of this input; its size. */
 static uint64_t file_write(const uint8_t *data, size_t size) {
-    int fd = m.shards[0].fd;
+    int fd = m.shards[0].fd[0];
     uint8_t len[8];
     bool is_raw = size > 0 && data[0] == '!';
     uint64_t all = is_raw ? size - 1 : 8 + size + DATA_BYTES;

@@ -20,7 +20,7 @@ static void must_be_line(const char *s) {
 static void check_shards(const model *m) {
     for (uint32_t i = 0; i < m->n_shards; i++) {
         const shard *s = &m->shards[i];
-        must(s->fd == -1 && s->name[0] && s->name[0] != '.' && !strchr(s->name, '/'), "a shard's name");
+        must(s->fd[0] == -1 && s->name[0] && s->name[0] != '.' && !strchr(s->name, '/'), "a shard's name");
         must(shard_find(m, s->name) == (int)i, "a shard twice");
     }
 }

@@ -26,7 +26,7 @@ check() { # compiler, flags
     fi
     for set in $("$k3" info --kernels-list); do
         got=$("$k3" run --ids "$ids" --tokens 32 --no-stop --kernels "$set" --json -q |
-            sed -n 's/.*"ids_fnv": *"\([0-9a-f]*\)".*/\1/p; s/.*"logits_fnv": *"\([0-9a-f]*\)".*/\1/p' | xargs)
+            grep -oE '"(ids|logits)_fnv": *"[0-9a-f]{16}"' | grep -oE '[0-9a-f]{16}' | xargs)
         if [ "$got" = "$want" ]; then ok; else bad "$1 $2 $set: '$got', want '$want'"; fi
     done
 }
@@ -38,6 +38,7 @@ for cc in gcc clang; do
         continue
     fi
     for flags in "-O0" "-O3" "-O3 -ffast-math" "-Ofast"; do check $cc "$flags"; done
+    rm -rf "$dir"
     if make -s BUILD="$dir" CC=$cc CFLAGS="-O2 -mavx2" "$dir/k3.o" 2>&1 | grep -q 'run time'; then
         ok
     elif [ "$(uname -m)" = x86_64 ]; then

@@ -68,7 +68,7 @@ size() { wc -c <"$1" | tr -d ' '; }
 check "no arguments" 2 "^usage: k3" "$K3"
 expect "no arguments: stdout is empty" "$(size "$T/out")" 0
 for arg in --help -h help --version -V "help run" "help tokenize" "help bench" "help verify" \
-    "help info" "run --help" "bench -h" "run --tokens 3 -h"; do
+    "help plan" "help info" "run --help" "bench -h" "run --tokens 3 -h"; do
     # shellcheck disable=SC2086
     check "k3 $arg" 0 "" "$K3" $arg && [ ! -s "$T/out" ] && fail "k3 $arg" "no output"
 done
@@ -94,6 +94,16 @@ done
 misuse "--top-p 2" "--top-p: '2'" run --top-p 2 x
 misuse "--chunk 5000" "--chunk: '5000'" run --chunk 5000 x
 misuse "--stop ''" "--stop: an empty text" run --stop "" x
+misuse "--io aio" "--io: 'aio' is not auto\|pool\|uring" run --io aio x
+misuse "--io au" "--io: 'au' is not" run --io=au x
+misuse "--io ''" "--io: '' is not" run --io= x
+misuse "--direct maybe" "--direct: 'maybe' is not auto\|on\|off" bench --direct maybe
+misuse "--policy fifo" "--policy: 'fifo' is not rank\|lru" run --policy fifo x
+misuse "--io-depth 65" "--io-depth: '65'" run --io-depth 65 x
+misuse "--mirror ''" "--mirror: an empty name" run --mirror "" x
+misuse "eight mirrors" "--mirror: at most 7" run --mirror a --mirror b --mirror c --mirror d --mirror e --mirror f --mirror g --mirror h x
+misuse "--disk 0" "--disk: a disk of 0" plan --disk 0
+misuse "argument to plan" "plan takes no argument" plan x
 misuse "--expect junk" "--expect: 'zz' is not a hash" bench --expect zz
 misuse "two prompts" "'b' is a second one" run a b
 misuse "prompt and file" "one prompt" run a --prompt-file b
@@ -127,7 +137,7 @@ check "prompt with NUL" 0 "prompt 3 ids" "$K3" run --tokens 3 --prompt-file "$T/
 check "absent model" 3 "$T/none: No such file" "$K3" run --model "$T/none" x
 check "file as model" 3 "not a directory" "$K3" run --model "$T/empty" x
 check "model without config" 3 "no readable config.json" "$K3" run --model "$T" x
-for cmd in "run --tokens 0 x" "bench --tokens 1" info verify; do
+for cmd in "run --tokens 0 x" "bench --tokens 1" plan info verify; do
     # shellcheck disable=SC2086
     check "absent model, $cmd" 3 "No such file" "$K3" $cmd --model "$T/none"
 done
@@ -308,7 +318,7 @@ check "decode of an unknown id" 2 "number 2, 99999" "$K3" tokenize -q --decode -
 # ---- Bench, verify, info -------------------------------------------------------------------
 
 check "bench" 0 "" "$K3" bench -q --tokens 4 --repeats 2
-expect "bench: eleven columns, seven lines" "$(awk -F'\t' '{print NF}' "$T/out" | sort | uniq -c | tr -s ' ')" " 7 11"
+expect "bench: sixteen columns, seven lines" "$(awk -F'\t' '{print NF}' "$T/out" | sort | uniq -c | tr -s ' ')" " 7 16"
 fnv=$(awk -F'\t' '/^# total/ {print $7}' "$T/out")
 check "bench --expect, the same" 0 "" "$K3" bench -q --tokens 4 --expect "$fnv"
 check "bench --expect, another" 5 "$fnv.*0123456789abcdef" "$K3" bench -q --tokens 4 --expect 0123456789abcdef
@@ -342,6 +352,146 @@ check "info" 0 "" "$K3" info -q --context 1000
 grep -q "1000 positions" "$T/out" && grep -q "k3-f32-dot16-q40" "$T/out" && pass "info: memory and numerics" ||
     fail "info: memory and numerics" "$(cat "$T/out")"
 
+check "info --kernels-list" 0 "" "$K3" info --kernels-list --model "$T/none"
+expect "info --kernels-list: what info says" "$(cat "$T/out")" "$(tr ' ' '\n' <"$T/kernels" | grep -v ':no$' | xargs)"
+
+# ---- Budget, plan, disk --------------------------------------------------------------------
+
+# Two threads throughout: the floor depends on their number.
+golden_ids=$(awk -F'\t' '$1 == 0 {print $2}' tests/data/golden_prompts.tsv)
+golden_want=$(awk -F'\t' '$1 == 0 {print $2, $3}' "$DEMO/bits.tsv")
+check "plan" 0 "" "$K3" plan -q --threads 2
+floor=$(awk '/^floor/ {print $4}' "$T/out")
+[ "${floor:-0}" -gt 1000000 ] && pass "plan: the floor in bytes" || fail "plan: the floor in bytes" "$(cat "$T/out")"
+grep -q "everything is in memory" "$T/out" && pass "plan: all fits" || fail "plan: all fits" "$(cat "$T/out")"
+check "plan at the floor" 0 "" "$K3" plan -q --threads 2 --ram "$floor" --disk 6.3
+expect "plan at the floor: budget" "$(awk '/^budget/ {print $4}' "$T/out")" "$floor"
+expect "plan: the parts are the budget" "$(awk '/^  [a-z]/ && !/GB.s/ {for (i = 2; i < NF; i++) if ($i ~ /^([KMGT]i)?B$/) {sum += $(i + 1); break}} END {print sum}' "$T/out")" "$floor"
+grep -q "at 6.3 GB/s" "$T/out" && pass "plan --disk" || fail "plan --disk" "$(cat "$T/out")"
+check "plan below the floor" 4 "below the floor.*$floor bytes" "$K3" plan -q --threads 2 --ram $((floor - 1))
+expect "plan below the floor: the table" "$(awk '/^floor/ {print $4} /^at the floor/ {print "shown"}' "$T/out" | xargs)" "$floor shown"
+check "plan far below the floor" 4 "below the floor.*$floor bytes" "$K3" plan -q --threads 2 --ram 1M
+check "plan, a larger context" 0 "" "$K3" plan -q --threads 2 --context 2048
+[ "$(awk '/^floor/ {print $4}' "$T/out")" -lt "$floor" ] && pass "plan: the context counts" || fail "plan: the context counts" "$(cat "$T/out")"
+check "plan, context beyond the model" 2 "100000.*4096" "$K3" plan -q --context 100000
+check "run below the floor" 4 "below the floor.*$floor bytes" "$K3" run -q --threads 2 --ram $((floor - 1)) --ids "$golden_ids"
+check "bench below the floor" 4 "below the floor.*$floor bytes" "$K3" bench -q --threads 2 --context 4096 --ram $((floor - 1))
+
+# Weights streamed: the same hash however they are read.
+mkdir "$T/mirror" "$T/part"
+cp "$DEMO"/*.safetensors "$T/mirror"
+cp "$DEMO"/model-00002-of-000003.safetensors "$T/part"
+golden_at() { # bytes, options...
+    local name="golden hash, --ram floor + $(($1 - floor))${2:+ }${*:2}"
+    limit "$K3" run -q --json --tokens 32 --no-stop --threads 2 --ids "$golden_ids" --ram "$@" >"$T/out" 2>"$T/err"
+    local rc=$?
+    if [ $rc = 1 ] && grep -q "io_uring.*--io pool" "$T/err"; then
+        skip "$name" "$(cat "$T/err")"
+    else
+        expect "$name" "$rc $(json ids_fnv) $(json logits_fnv)" "0 $golden_want"
+    fi
+}
+for more in 0 1000000 3000000; do
+    for how in "" "--io pool" "--io uring" "--direct on" "--direct off" "--io uring --direct on --io-depth 64" \
+        "--io-depth 1" "--policy rank" "--policy lru" "--no-look-ahead" "--chunk 1" \
+        "--mirror $T/mirror" "--mirror $T/part --mirror $T/mirror --direct on"; do
+        # shellcheck disable=SC2086
+        golden_at $((floor + more)) $how
+    done
+done
+golden_at $((floor + 3000000))
+expect "json: the budget" "$(json ram_bytes)" $((floor + 3000000))
+[ "$(json resident_bytes)" -le $((floor + 3000000)) ] && pass "json: within the budget" || fail "json: within the budget" "$(cat "$T/out")"
+[ "$(json read_bytes)" -gt 1000000 ] && [ "$(json load_bytes)" -gt 0 ] && pass "json: bytes read" || fail "json: bytes read" "$(cat "$T/out")"
+[ "$(json guesses)" -gt 0 ] && [ "$(json expert_uses)" -gt 0 ] && pass "json: experts" || fail "json: experts" "$(cat "$T/out")"
+golden_at $((floor + 3000000)) --no-look-ahead
+expect "json: no guesses without look-ahead" "$(json guesses) $(json wasted_bytes)" "0 0"
+check "streaming is said" 0 "plan: .* read for each chunk" "$K3" run --threads 2 --ram "$floor" "$PARIS"
+grep -q "k3: disk: .* read while computing" "$T/err" && grep -q "k3: experts: " "$T/err" && pass "statistics of streaming" ||
+    fail "statistics of streaming" "not there"
+check "run -v says the plan" 0 "plan: .*expert slots" "$K3" run -v "$PARIS"
+check "run -q does not" 0 "" "$K3" run -q --threads 2 --ram "$floor" "$PARIS"
+check "bench, streaming" 0 "" "$K3" bench -q --tokens 4 --threads 2 --context 4096 --ram "$floor"
+expect "bench, streaming: the same hash" "$(awk -F'\t' '/^# total/ {print $7}' "$T/out")" "$fnv"
+expect "bench: bytes read" "$(awk -F'\t' '/^# total/ {print ($12 > 1000000)}' "$T/out")" 1
+check "bench, context too small" 1 "--context holds 5" "$K3" bench -q --context 5
+check "mirror that is no copy" 3 "short/model-00003-of-000003.safetensors.*not a copy" "$K3" run -q --mirror "$T/short" x
+check "mirror without shards" 3 "$T/nothing" sh -c "mkdir '$T/nothing'; '$K3' run -q --mirror '$T/nothing' x"
+check "absent mirror" 3 "--mirror $T/none: No such file" "$K3" run -q --mirror "$T/none" x
+check "file as mirror" 3 "--mirror $T/empty: not a directory" "$K3" run -q --mirror "$T/empty" x
+
+# A prompt longer than the default context gets the room it needs, as far as the model goes.
+long=$(awk 'BEGIN {for (i = 0; i < 4097; i++) printf "%s%d", i ? "," : "", 300 + i % 700}')
+check "prompt longer than the model" 1 "4097 ids and this model holds 4096" "$K3" run -q --tokens 0 --ids "$long"
+broken longer config.json
+sed 's/"max_position_embeddings": [0-9]*/"max_position_embeddings": 8192/' "$DEMO/config.json" >"$T/longer/config.json"
+check "prompt longer than 4096" 0 "context 4099," "$K3" run -v --tokens 2 --model "$T/longer" --ids "$long"
+
+# Peak memory: what the process really took.
+peak() { # name, bytes, arguments...: at most so many
+    local name="peak memory, $1" most=$2 got
+    shift 2
+    if ! command -v python3 >/dev/null; then
+        skip "$name" "no python3"
+    elif grep -aqE '__(asan|tsan)_init' "$K3"; then
+        skip "$name" "a sanitizer takes memory of its own"
+    else
+        got=$(python3 -c 'import resource, subprocess, sys
+rc = subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL)
+rss = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+print(rss if sys.platform == "darwin" else rss * 1024, rc)' "$K3" "$@" 2>"$T/err")
+        [ "${got#* }" = 0 ] && [ "${got% *}" -le "$most" ] && pass "$name (${got% *} of $most)" ||
+            fail "$name" "bytes and exit: $got, at most $most"
+    fi
+}
+for more in 0 1000000 3000000 20000000; do
+    ram=$((floor + more))
+    peak "floor + $more" $ram run -q --ram $ram --threads 2 --tokens 200 --no-stop "$PARIS"
+    peak "floor + $more, full context, uring" $ram run -q --ram $ram --threads 2 --io auto --tokens 1 --model "$T/longer" --context 4096 --ids "${long%,*}"
+done
+peak "bench at the floor" "$floor" bench -q --ram "$floor" --threads 2 --context 4096
+peak "rows dumped at the floor" "$floor" run -q --ram "$floor" --threads 2 --tokens 3 --dump-logits "$T/rows" --json "$PARIS"
+
+# ---- A terminal ------------------------------------------------------------------------------
+
+# The progress line: there on a terminal, at most ten times a second, wiped before anything else.
+if command -v python3 >/dev/null; then
+    cat >"$T/tty.py" <<'PY'
+import os, pty, re, subprocess, sys, time
+master, slave = pty.openpty()
+start = time.time()
+child = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=slave)
+os.close(slave)
+seen = b""
+while True:
+    try:
+        got = os.read(master, 65536)
+    except OSError:
+        break
+    if not got:
+        break
+    seen += got
+took = time.time() - start
+assert child.wait() == 0, seen
+parts = seen.split(b"\r\x1b[K")
+lines = [p for p in parts if re.match(rb"(prompt|answer|loading|headers|checking): ", p)]
+assert any(re.fullmatch(rb"answer: layer \d+, [0-9.]+ GB/s, \d+ ids, [0-9.]+ tok/s, at most \d+ s left", p) for p in lines), parts
+assert any(p.startswith(b"prompt: layer ") and b"positions left" in p for p in lines), parts
+assert len(lines) <= 10 * took + 1, (len(lines), took)
+assert not re.match(rb"(prompt|answer)", parts[-1]), parts[-1]
+assert all(b"\n" not in p for p in lines), lines
+PY
+    if limit python3 "$T/tty.py" "$K3" run --threads 2 --ram "$floor" --no-stop --tokens 400 --ids "$(echo "$long" | cut -d, -f1-2000)" >"$T/out" 2>"$T/err"; then
+        pass "progress on a terminal"
+    else
+        fail "progress on a terminal" "$(tail -1 "$T/err")"
+    fi
+else
+    skip "progress on a terminal" "no python3"
+fi
+"$K3" run --threads 2 --ram "$floor" --no-stop --tokens 200 "$PARIS" >"$T/out" 2>"$T/err"
+grep -q "$(printf '\033')" "$T/err" && fail "no progress without a terminal" "it is there" || pass "no progress without a terminal"
+
 # ---- Signals and closed pipes --------------------------------------------------------------
 
 for sig in INT TERM; do
@@ -370,6 +520,7 @@ expect "SIGINT with --json: reason" "$(json stop_reason)" interrupt
 expect "SIGINT: the dump is whole rows" "$(size "$T/rows")" $((($(json n_prompt) + $(json n_gen) - 1) * row))
 check "stdout closed" 1 "" bash -c "'$K3' run -q '$PARIS' >&-"
 check "stdout closed, dump intact" 1 "" bash -c "'$K3' run -q --tokens 1 --dump-logits '$T/rows' '$PARIS' >&-"
+check "plan, stdout closed" 1 "" bash -c "'$K3' plan -q >&-"
 check "info, stdout closed" 1 "" bash -c "'$K3' info -q >&-"
 check "reader leaves" 0 "" bash -c "'$K3' run -q --no-stop --tokens 4000 '$PARIS' | head -c 3 >/dev/null; [ \${PIPESTATUS[0]} = 1 ]"
 

