@@ -2051,6 +2051,7 @@ typedef struct {
 } piece;
 
 #define STREAM_LIVE 64
+#define PIECE_BYTES (8u << 20) /* a streamed piece, about */
 
 typedef struct {
     piece *pieces; /* [n_pieces] in order of use; the head's after n_body */
@@ -2173,6 +2174,32 @@ static int trunk_read(k3_engine *e, enum tensor t, const place *at, void *to, k3
     return 0;
 }
 
+/* Read a matrix to `to`, several pieces at once by way of the still empty expert slots; without room
+ * for that, one after another. */
+static int trunk_read_matrix(k3_engine *e, enum tensor t, const place *at, uint8_t *to, k3_error *err) {
+    io_req req[IO_MAX_THREADS];
+    uint64_t n = tensor_bytes(e->files.dims, t), n_pieces = (n + PIECE_BYTES - 1) / PIECE_BYTES;
+    uint64_t room = io_room(PIECE_BYTES), n_bounce = e->store.n_slots * e->store.slot_bytes / room;
+    int rc = 0;
+    if (n_bounce > IO_MAX_THREADS) n_bounce = IO_MAX_THREADS;
+    if (n_bounce < 2) return trunk_read(e, t, at, to, err);
+    for (uint64_t i = 0; i < n_pieces + n_bounce; i++) {
+        io_req *r = &req[i % n_bounce];
+        if (i >= n_bounce) { /* piece i - n_bounce was asked for a round ago */
+            disk_wait(&e->io, r);
+            if (rc == 0 && r->state == IO_FAILED)
+                rc = fail_in(err, disk_fail(&e->io, r, err), "%s", TENSOR[t].name);
+            if (rc == 0) memcpy(to + (r->offset - at->offset), r->at, r->n);
+        }
+        *r = (io_req){.to = e->store.bytes + (i % n_bounce) * room, .offset = at->offset + i * PIECE_BYTES,
+                      .i_shard = at->shard};
+        if (i >= n_pieces || rc < 0) continue;
+        r->n = n - i * PIECE_BYTES < PIECE_BYTES ? n - i * PIECE_BYTES : PIECE_BYTES;
+        disk_submit(&e->io, r, IO_DEMAND);
+    }
+    return rc;
+}
+
 /* u = norm.w * proj.w (NUMERICS 3), kept in place of the norm. */
 static const float *fold_res(const float *norm, const float *proj, uint64_t n) {
     float *u = (float *)(uintptr_t)norm;
@@ -2210,7 +2237,9 @@ static int trunk_load(k3_engine *e, uint32_t il, uint64_t *done, k3_error *err) 
     if (!to) return e->mem.why;
     for (int t = 0; t < N_TENSORS; t++) {
         if (!is_loaded(e, il, t)) continue;
-        int rc = trunk_read(e, (enum tensor)t, trunk_place(e, il, t), to, err);
+        const place *at = trunk_place(e, il, t);
+        int rc = is_vector((enum tensor)t) ? trunk_read(e, (enum tensor)t, at, to, err)
+                                           : trunk_read_matrix(e, (enum tensor)t, at, to, err);
         if (rc < 0) return rc;
         if (is_vector((enum tensor)t))
             ly->v[t] = (const float *)(const void *)to;
@@ -2241,8 +2270,6 @@ static const enum tensor ORDER_KDA[] = {T_KDA_Q, T_KDA_K, T_KDA_V, T_KDA_G, T_F_
 static const enum tensor ORDER_MLA[] = {T_Q_A, T_KV_A, T_MLA_G, T_Q_B, T_KV_B, T_MLA_O, N_TENSORS};
 static const enum tensor ORDER_DENSE[] = {T_GATE, T_UP, T_DOWN, N_TENSORS};
 static const enum tensor ORDER_MOE[] = {T_ROUTER, T_LAT_DOWN, T_SH_GATE, T_SH_UP, T_LAT_UP, T_SH_DOWN, N_TENSORS};
-
-#define PIECE_BYTES (8u << 20)
 
 static uint64_t tensor_rows(const model *m, int t) { return m->dims[TENSOR[t].dims[0]]; }
 static uint64_t tensor_cols(const model *m, int t) { return m->dims[TENSOR[t].dims[1]]; }
@@ -2363,6 +2390,10 @@ static int stream_take(k3_engine *e, uint32_t il, int t, const piece **p, const 
     disk_raise(&e->io, r);
     disk_wait(&e->io, r);
     if (r->state == IO_FAILED) return fail_in(err, disk_fail(&e->io, r, err), "%s of layer %u", TENSOR[t].name, il);
+    if ((uintptr_t)r->at % sizeof **w != 0) { /* a tensor at an odd offset: back by one byte */
+        memmove(r->at - 1, r->at, r->n);
+        r->at--;
+    }
     *w = (const uint16_t *)(const void *)r->at;
     return 0;
 }
@@ -2742,9 +2773,9 @@ static void plan_divide(k3_engine *e, uint64_t left) {
     left = left > p->resident_bytes ? left - p->resident_bytes : 0;
     uint64_t n = n_moe ? left / per_slot : 0;
     if (n < staging) n = staging;
+    if (n > staging + n_all) n = staging + n_all;
     p->quota = n_moe ? (uint32_t)((n - staging) / n_moe) : 0;
-    if (p->quota > sh->n_experts) p->quota = sh->n_experts;
-    p->n_slots = (uint32_t)(staging + p->quota * n_moe);
+    p->n_slots = (uint32_t)n; /* what does not divide evenly serves all layers */
     p->streamed_bytes = matrices_bytes(e, false) - p->resident_bytes;
 }
 
@@ -2752,7 +2783,7 @@ static int plan_make(k3_engine *e, k3_error *err) {
     const k3_shape *sh = &e->sh;
     const k3_options *o = &e->opt;
     k3_plan *p = &e->plan;
-    p->ram_bytes = e->mem.limit;
+    p->ram_bytes = e->mem.limit = o->ram_bytes ? o->ram_bytes : budget_default();
     p->context = o->context ? o->context : sh->max_position < 4096 ? sh->max_position : 4096;
     if (p->context > sh->max_position)
         return fail(err, K3_EUSAGE, "context of %llu exceeds the model's maximum of %u positions",
@@ -2782,6 +2813,8 @@ static int plan_make(k3_engine *e, k3_error *err) {
 
 
 /* ---- Opening the disk: mirrors, and how to read ---- */
+
+#define PROBE_EXPERTS 8
 
 /* Open what a directory has of the needed shards, plain and, where the file system can, direct. */
 static int disk_add_copy(k3_engine *e, const char *dir, k3_error *err) {
@@ -2843,12 +2876,12 @@ static void disk_close(k3_engine *e) {
     pthread_cond_destroy(&d->done);
 }
 
-/* Bytes per nanosecond of whole experts in the present mode: `n` of them at the depth set. Their pages
+/* Bytes per second of whole experts in the present mode: `n` of them, asked for together. Their pages
  * are dropped from the page cache first, or it would be measured in place of the disk. */
-static double probe_speed(k3_engine *e, uint32_t n, uint64_t *seed) {
+static double probe_once(k3_engine *e, uint32_t n, uint64_t *seed) {
     const k3_shape *sh = &e->sh;
-    io_req req[IO_MAX_DEPTH][N_EXPERT_TENSORS];
-    int n_reqs[IO_MAX_DEPTH];
+    io_req req[PROBE_EXPERTS][N_EXPERT_TENSORS];
+    int n_reqs[PROBE_EXPERTS];
     for (uint32_t i = 0; i < n; i++) {
         *seed = *seed * 6364136223846793005u + 1442695040888963407u;
         uint32_t il = sh->n_dense + (uint32_t)(*seed >> 33) % (sh->n_layers - sh->n_dense);
@@ -2863,50 +2896,46 @@ static double probe_speed(k3_engine *e, uint32_t n, uint64_t *seed) {
         for (int k = 0; k < n_reqs[i]; k++) disk_submit(&e->io, &req[i][k], IO_DEMAND);
     for (uint32_t i = 0; i < n; i++)
         for (int k = 0; k < n_reqs[i]; k++) disk_wait(&e->io, &req[i][k]);
-    return (double)(n * sh->expert_bytes) / (double)(now_ns() - start + 1);
+    return 1e9 * (double)(n * sh->expert_bytes) / (double)(now_ns() - start + 1);
 }
 
-/* The best of three, since other work disturbs. */
-static double probe(k3_engine *e, bool is_uring, bool is_direct, int depth, uint64_t *seed, k3_error *err) {
-    double best = 0;
-    uint32_t n = e->store.n_slots < 8 ? e->store.n_slots : 8;
-    if (disk_mode(&e->io, is_uring, is_direct, depth, err) < 0) return 0;
-    for (int i = 0; i < 3; i++) {
-        double speed = probe_speed(e, n, seed);
-        if (speed > best) best = speed;
-    }
-    return best;
+/* The better of two, since other work disturbs; 0 when this machine cannot read so. */
+static double probe(k3_engine *e, bool is_uring, bool is_direct, int depth, uint64_t *seed) {
+    uint32_t n = e->store.n_slots < PROBE_EXPERTS ? e->store.n_slots : PROBE_EXPERTS;
+    if (disk_mode(&e->io, is_uring, is_direct, depth, NULL) < 0) return 0;
+    double a = probe_once(e, n, seed), b = probe_once(e, n, seed);
+    return a > b ? a : b;
 }
 
-/* Plain or direct, pool or ring, how deep: as asked, else as a short probe says. A model that will be
- * wholly in memory is not probed. */
+/* Plain or direct, pool or ring, how deep: as asked, else as a probe of about a gigabyte says. A
+ * model that will be wholly in memory is not probed. What is no faster by 3 % is not worth a change. */
 static int disk_choose(k3_engine *e, k3_error *err) {
     const k3_options *o = &e->opt;
     k3_plan *p = &e->plan;
-    bool is_uring = o->io == K3_IO_URING, is_direct = o->direct == K3_ON;
-    int depth = o->io_depth ? o->io_depth : 8;
+    p->is_uring = o->io == K3_IO_URING;
+    p->is_direct = o->direct == K3_ON;
+    p->io_depth = o->io_depth ? o->io_depth : 8;
     uint64_t seed = 1;
     bool is_all_here = p->streamed_bytes == 0 && p->quota == e->sh.n_experts;
-    bool is_probed = !is_all_here && p->slot_bytes > (1u << 20) && e->store.n_slots > 0;
-    if (is_probed && o->direct == K3_AUTO)
-        is_direct = probe(e, false, true, depth, &seed, err) > probe(e, false, false, depth, &seed, err);
-    if (is_probed && o->io == K3_IO_AUTO)
-        is_uring = probe(e, true, is_direct, depth, &seed, err) > 1.03 * probe(e, false, is_direct, depth, &seed, err);
-    if (is_probed && !o->io_depth) {
-        double best = 0;
-        for (int try = 2; try <= 32; try *= 2) {
-            double speed = probe(e, is_uring, is_direct, try, &seed, err);
-            if (speed <= 1.03 * best) continue;
+    if (!is_all_here && p->slot_bytes > (1u << 20) && e->store.n_slots > 0) {
+        double best = probe(e, p->is_uring, p->is_direct, p->io_depth, &seed), speed;
+        if (o->direct == K3_AUTO && (speed = probe(e, p->is_uring, true, p->io_depth, &seed)) > 1.03 * best) {
             best = speed;
-            depth = try;
+            p->is_direct = true;
         }
+        if (o->io == K3_IO_AUTO && (speed = probe(e, true, p->is_direct, p->io_depth, &seed)) > 1.03 * best) {
+            best = speed;
+            p->is_uring = true;
+        }
+        for (int depth = 2; !o->io_depth && depth <= 32; depth *= 4) {
+            if ((speed = probe(e, p->is_uring, p->is_direct, depth, &seed)) <= 1.03 * best) continue;
+            best = speed;
+            p->io_depth = depth;
+        }
+        p->disk_bytes_per_s = best;
+        e->io.stall_ns = 0;
     }
-    if (is_probed) p->disk_bytes_per_s = 1e9 * probe(e, is_uring, is_direct, depth, &seed, err);
-    p->is_uring = is_uring;
-    p->is_direct = is_direct;
-    p->io_depth = depth;
-    e->io.stall_ns = 0;
-    return disk_mode(&e->io, is_uring, is_direct, depth, err);
+    return disk_mode(&e->io, p->is_uring, p->is_direct, p->io_depth, err);
 }
 
 /* ==== 8. One step: scratch, rows, embedding, norms ===================================
@@ -4324,7 +4353,7 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
     if (!e->dir) return fail(err, K3_ENOMEM, "out of memory");
     e->opt.model_dir = e->dir;
     e->n_threads = engine_threads(o->n_threads);
-    e->mem.limit = o->ram_bytes ? o->ram_bytes : budget_default();
+    e->mem.limit = UINT64_MAX; /* until the plan: it names the floor, tables included */
     e->mem.used = OVERHEAD_BYTES;
     return 0;
 }
@@ -4335,10 +4364,10 @@ static int engine_load(k3_engine *e, k3_error *err) {
     rc = plan_make(e, err);
     if (rc == K3_EBUDGET && e->opt.headers_only) return 0; /* the plan names the floor */
     if (rc < 0 || e->opt.headers_only) return rc;
-    if ((rc = scratch_open(e, err)) < 0 || (rc = trunk_open(e, err)) < 0 || (rc = stream_open(e, err)) < 0 ||
-        (rc = store_open(e, err)) < 0)
+    if ((rc = scratch_open(e, err)) < 0 || (rc = store_open(e, err)) < 0 || (rc = stream_open(e, err)) < 0 ||
+        (rc = disk_choose(e, err)) < 0)
         return rc;
-    return disk_choose(e, err);
+    return trunk_open(e, err);
 }
 
 int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {

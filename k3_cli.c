@@ -1,9 +1,9 @@
-/* k3_cli.c - the `k3` program: one option parser, six commands, no arithmetic of its own.
+/* k3_cli.c - the `k3` program: one option parser, seven commands, no arithmetic of its own.
  *
  *   1 Exit codes and messages     6 One answer: run
  *   2 Options: the table          7 Text and ids: tokenize
  *   3 Options: the parser         8 Measure: bench
- *   4 Terminal: notes, progress   9 Trust: verify, info
+ *   4 Terminal: notes, progress   9 Trust: verify, plan, info
  *   5 Prompts, models, files     10 Help and main
  *
  * What holds everywhere: stdout carries the answer and nothing else; every message starts
@@ -33,7 +33,8 @@
 #error "k3 reads model files in place and needs a little-endian machine"
 #endif
 
-/* Where the bundled model was installed; the Makefile knows, ./demo is tried as well. */
+/* Where the bundled model is: in the source tree, then (K3_SHARE_DIR) where it was installed.
+ * The Makefile knows both; ./demo is tried as well. */
 #ifndef K3_DEMO_DIR
 #define K3_DEMO_DIR "demo"
 #endif
@@ -121,7 +122,7 @@ static int out_write(const char *p, size_t n_bytes) {
     return fail_stdout(errno);
 }
 
-/* "1.50 GiB", "8.7 MiB", "512 B"; `text` is the caller's. */
+/* "1.50 GiB", "8.72 MiB", "512 B"; `text` is the caller's. */
 static const char *fmt_bytes(char text[32], uint64_t n_bytes) {
     static const char *const unit[] = {"KiB", "MiB", "GiB", "TiB", "PiB"};
     double value = (double)n_bytes / 1024.0;
@@ -130,7 +131,7 @@ static const char *fmt_bytes(char text[32], uint64_t n_bytes) {
     if (n_bytes < 1024)
         snprintf(text, 32, "%u B", (unsigned)n_bytes);
     else
-        snprintf(text, 32, i < 2 ? "%.1f %s" : "%.2f %s", value, unit[i]);
+        snprintf(text, 32, i < 1 ? "%.1f %s" : "%.2f %s", value, unit[i]);
     return text;
 }
 
@@ -159,6 +160,12 @@ typedef struct {
     bool control;
     const char *model, *kernels;
     uint64_t threads, chunk, context, ram;
+    uint64_t io, direct, policy; /* k3_io, k3_switch, k3_policy               */
+    uint64_t io_depth;
+    const char *mirror[K3_MAX_COPIES]; /* NULL-ended                          */
+    size_t n_mirror;
+    bool no_look_ahead;
+    float disk; /* GB/s                                                       */
     float lora_eps;
     uint64_t tokens;
     bool no_stop;
@@ -172,7 +179,7 @@ typedef struct {
     bool decode, ids_only;
     const char *prompts;
     uint64_t repeats, expect;
-    bool kernels_only, golden;
+    bool kernels_only, kernels_list, golden;
     uint64_t given; /* bit i: row i of the table was on the command line      */
 } cli_args;
 
@@ -180,6 +187,8 @@ typedef enum {
     KIND_FLAG,     /* bool, takes no value                                    */
     KIND_TEXT,     /* const char *                                            */
     KIND_STOP,     /* appended to stop[]                                      */
+    KIND_MIRROR,   /* appended to mirror[]                                    */
+    KIND_CHOICE,   /* uint64_t: which of the words in `value`, from 0         */
     KIND_OPTIONAL, /* const char *, "" unless given as --name=VALUE           */
     KIND_COUNT,    /* uint64_t in [lo, hi]                                    */
     KIND_REAL,     /* float in [lo, hi]                                       */
@@ -187,17 +196,27 @@ typedef enum {
     KIND_HASH      /* uint64_t from 16 hex digits                             */
 } option_kind;
 
-enum { RUN = 1, TOKENIZE = 2, BENCH = 4, VERIFY = 8, INFO = 16, ANY = 31 };
+enum { RUN = 1, TOKENIZE = 2, BENCH = 4, VERIFY = 8, INFO = 16, PLAN = 32, ANY = 63 };
 
-typedef enum { G_PROMPT, G_TEXT, G_SAMPLE, G_MEASURE, G_OUTPUT, G_MODEL, N_GROUP } option_group;
+typedef enum {
+    G_PROMPT,
+    G_TEXT,
+    G_SAMPLE,
+    G_MEASURE,
+    G_OUTPUT,
+    G_MODEL,
+    G_DISK,
+    N_GROUP
+} option_group;
 
 static const char *const GROUP_TITLE[N_GROUP] = {
-    "Prompt",           /* G_PROMPT  */
-    "Generation",       /* G_TEXT    */
-    "Sampling",         /* G_SAMPLE  */
-    "Measuring",        /* G_MEASURE */
-    "Output",           /* G_OUTPUT  */
-    "Model and machine" /* G_MODEL   */
+    "Prompt",                        /* G_PROMPT  */
+    "Generation",                    /* G_TEXT    */
+    "Sampling",                      /* G_SAMPLE  */
+    "Measuring",                     /* G_MEASURE */
+    "Output",                        /* G_OUTPUT  */
+    "Model and machine",             /* G_MODEL   */
+    "Disk, where weights do not fit" /* G_DISK    */
 };
 
 typedef struct {
@@ -254,6 +273,10 @@ static const cli_option OPTION[] = {
     {"--golden", NULL, KIND_FLAG, AT(golden), VERIFY, G_MEASURE, NULL, 0, 0,
      "after the check, run ids 3 4 5 6 7 with --lora-eps 1e-5 and compare with\n"
      "the published logits of the real weights; says how far, exit 5 if too far"},
+    {"--disk", "GB/S", KIND_REAL, AT(disk), PLAN, G_MEASURE, NULL, 0, 1000,
+     "seconds for a disk of this speed (default: for 3, 7 and 14)"},
+    {"--kernels-list", NULL, KIND_FLAG, AT(kernels_list), INFO, G_MEASURE, NULL, 0, 0,
+     "only the names of the kernel sets that this CPU can run, best last"},
 
     {"--json", NULL, KIND_FLAG, AT(json), RUN, G_OUTPUT, NULL, 0, 0,
      "one JSON object at the end: text, ids, hashes, timings, settings"},
@@ -272,23 +295,43 @@ static const cli_option OPTION[] = {
 
     {"--model", "DIR", KIND_TEXT, AT(model), ANY, G_MODEL, NULL, 0, 0,
      "a model directory as downloaded (default: the bundled model)"},
-    {"--context", "N", KIND_COUNT, AT(context), RUN | INFO, G_MODEL, NULL, 1, MAX_CONTEXT,
+    {"--context", "N", KIND_COUNT, AT(context), RUN | BENCH | PLAN | INFO, G_MODEL, NULL, 1,
+     MAX_CONTEXT,
      "positions to hold, prompt and answer together (default: 4096, or the\n"
-     "model's maximum if that is smaller)"},
-    {"--ram", "SIZE", KIND_SIZE, AT(ram), RUN | BENCH | VERIFY, G_MODEL, NULL, 1, 0,
-     "bound for weights, experts and sessions: 8G, 512M, 1.5GiB, or bytes\n"
-     "(default: what is free)"},
-    {"--threads", "N", KIND_COUNT, AT(threads), RUN | BENCH | VERIFY, G_MODEL, "0", 0, 1024,
+     "model's maximum if that is smaller; what it needs, for bench and for a\n"
+     "longer prompt)"},
+    {"--ram", "SIZE", KIND_SIZE, AT(ram), RUN | BENCH | VERIFY | PLAN, G_MODEL, NULL, 1, 0,
+     "bound for the whole process: 8G, 512M, 1.5GiB, or bytes; `k3 plan`\n"
+     "shows what it buys (default: what is free, less 1/16)"},
+    {"--threads", "N", KIND_COUNT, AT(threads), RUN | BENCH | VERIFY | PLAN, G_MODEL, "0", 0, 1024,
      "0 is one for each core this process may use"},
-    {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | BENCH, G_MODEL, "0", 0, 4096,
-     "most prompt positions computed together; 0 is 64"},
+    {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | BENCH | PLAN, G_MODEL, "0", 0, 4096,
+     "most prompt positions computed together; 0 is 64, or less where\n"
+     "memory is scarce"},
     {"--kernels", "NAME", KIND_TEXT, AT(kernels), RUN | BENCH | VERIFY, G_MODEL, NULL, 0, 0,
      "ref, avx2, avx512 or neon: same bits, other speed (default: the best\n"
      "this CPU has; `k3 info` lists them)"},
     {"--lora-eps", "X", KIND_REAL, AT(lora_eps), RUN | BENCH, G_MODEL, "1e-6", 0, 1,
      "epsilon of the two low-rank norms of attention; other engines and the\n"
      "published logits use 1e-5"},
+
+    {"--mirror", "DIR", KIND_MIRROR, 0, RUN | BENCH, G_DISK, NULL, 0, 0,
+     "copies of some or all shards, on another drive, read as well; one that\n"
+     "fails is dropped (repeatable)"},
+    {"--io", "auto|pool|uring", KIND_CHOICE, AT(io), RUN | BENCH, G_DISK, "auto", 0, 0,
+     "threads in pread, or io_uring; auto: a short probe says"},
+    {"--direct", "auto|on|off", KIND_CHOICE, AT(direct), RUN | BENCH, G_DISK, "auto", 0, 0,
+     "past the page cache (O_DIRECT); auto: if a probe says it is faster"},
+    {"--io-depth", "N", KIND_COUNT, AT(io_depth), RUN | BENCH, G_DISK, "0", 0, 64,
+     "reads in flight; 0: as the probe says"},
+    {"--policy", "rank|lru", KIND_CHOICE, AT(policy), RUN | BENCH, G_DISK, "rank", 0, 0,
+     "which expert makes room: least router weight or least recently used"},
+    {"--no-look-ahead", NULL, KIND_FLAG, AT(no_look_ahead), RUN | BENCH, G_DISK, NULL, 0, 0,
+     "do not read the next layer's likely experts"},
 };
+
+/* `given` has a bit for each row. */
+typedef char option_bits_suffice[COUNT(OPTION) <= 64 ? 1 : -1];
 
 typedef struct {
     const char *name;
@@ -389,6 +432,27 @@ static int option_set_real(const cli_option *o, cli_args *a, const char *text) {
     return DONE;
 }
 
+/* One of the words of `value`: their order is that of the enum in k3.h. */
+static int option_set_choice(const cli_option *o, cli_args *a, const char *text) {
+    uint64_t i = 0;
+    for (const char *word = o->value;; word++, i++) {
+        size_t n = strcspn(word, "|");
+        if (strlen(text) == n && memcmp(word, text, n) == 0) break;
+        word += n;
+        if (!*word) return fail(FAIL_USAGE, "%s: '%s' is not %s", o->name, text, o->value);
+    }
+    memcpy((char *)a + o->at, &i, sizeof i);
+    return DONE;
+}
+
+static int option_add_mirror(cli_args *a, const char *text) {
+    if (!text[0]) return fail(FAIL_USAGE, "--mirror: an empty name is no directory");
+    if (a->n_mirror == K3_MAX_COPIES - 1)
+        return fail(FAIL_USAGE, "--mirror: at most %d directories", K3_MAX_COPIES - 1);
+    a->mirror[a->n_mirror++] = text;
+    return DONE;
+}
+
 /* Store one value, checked. */
 static int option_set(const cli_option *o, cli_args *a, const char *text) {
     void *field = (char *)a + o->at;
@@ -401,6 +465,8 @@ static int option_set(const cli_option *o, cli_args *a, const char *text) {
         if (a->n_stop == MAX_STOP) return fail(FAIL_USAGE, "--stop: at most %d texts", MAX_STOP);
         a->stop[a->n_stop++] = text;
         return DONE;
+    case KIND_MIRROR: return option_add_mirror(a, text);
+    case KIND_CHOICE: return option_set_choice(o, a, text);
     case KIND_COUNT: return option_set_count(o, a, text);
     case KIND_REAL: return option_set_real(o, a, text);
     case KIND_SIZE:
@@ -537,12 +603,15 @@ static void signals_catch(void) {
 
 typedef struct {
     bool is_tty, is_quiet;
-    bool is_shown;      /* a progress line is on the screen                   */
-    bool hides_compute; /* text is streaming: no line in its way              */
-    uint64_t n_said;    /* ids of the answer so far, 0 in the prompt          */
+    bool is_shown;           /* a progress line is on the screen                      */
+    bool hides_compute;      /* text is streaming: no line in its way                 */
+    uint64_t n_said, n_want; /* ids of the answer: so far, 0 in the prompt; at most   */
+    uint64_t said_ns;        /* when the answer began                                 */
     k3_phase phase;
     uint64_t done, start_ns, last_ns;
-    uint32_t n_layers; /* 0 until the model is open                           */
+    uint64_t read_bytes; /* at the last line                                          */
+    double read_speed;   /* bytes per second, smoothed over lines                     */
+    uint32_t n_layers;   /* 0 until the model is open                                 */
 } console;
 
 static void console_init(console *c, const cli_args *a) {
@@ -563,37 +632,77 @@ static void console_note(void *user, const char *line) {
     if (!c->is_quiet) say("note: %s", line);
 }
 
-/* The part of a progress line that counts bytes: "1.20 GiB of 8.00 GiB, 2.1 GiB/s". */
-static void console_bytes(char *line, size_t cap, const char *what, const k3_progress *p,
-                          double seconds) {
-    char done[32], total[32], rate[32];
-    fmt_bytes(done, p->done);
-    fmt_bytes(rate, seconds > 0 ? (uint64_t)((double)p->done / seconds) : 0);
-    if (p->total)
-        snprintf(line, cap, "%s: %s of %s, %s/s", what, done, fmt_bytes(total, p->total), rate);
-    else
-        snprintf(line, cap, "%s: %s, %s/s", what, done, rate);
+/* The answer's n_said-th id of at most n_want is to be run; n_said 0: a prompt is. */
+static void console_answer(console *c, uint64_t n_said, uint64_t n_want) {
+    if (n_said <= 1) c->said_ns = clock_ns();
+    c->n_said = n_said;
+    c->n_want = n_want;
 }
 
-/* "prompt: 37 %, layer 12, 8.1 tok/s, 42 s left", then "answer: 8 ids, layer 12". */
+/* Add ", 42 s left" and the like to a line; the rest of a full line is dropped. */
+PRINTF_LIKE(3, 4) static void line_add(char *line, size_t cap, const char *format, ...) {
+    size_t n = strlen(line);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(line + n, cap - n, format, args);
+    va_end(args);
+}
+
+static void line_add_left(char *line, size_t cap, const char *what, double seconds) {
+    if (seconds < 120)
+        line_add(line, cap, ", %s%.0f s left", what, seconds);
+    else if (seconds < 7200)
+        line_add(line, cap, ", %s%.0f min left", what, seconds / 60);
+    else
+        line_add(line, cap, ", %s%.1f h left", what, seconds / 3600);
+}
+
+/* "loading: layer 12, 1.20 GiB of 8.00 GiB, 2.10 GB/s, 3 s left". */
+static void console_bytes(char *line, size_t cap, const console *c, const k3_progress *p,
+                          double seconds) {
+    char done[32], total[32];
+    line_add(line, cap, ", %s", fmt_bytes(done, p->done));
+    if (p->total) line_add(line, cap, " of %s", fmt_bytes(total, p->total));
+    line_add(line, cap, ", %.2f GB/s", c->read_speed * 1e-9);
+    if (p->total > p->done && p->done > 0)
+        line_add_left(line, cap, "", seconds * (double)(p->total - p->done) / (double)p->done);
+}
+
+/* "prompt: layer 12, 3.20 GB/s, 37 %, 322 positions left, 8.1 tok/s, 42 s left", then
+ * "answer: layer 12, 3.20 GB/s, 8 ids, 0.4 tok/s, at most 42 s left". */
 static void console_compute(char *line, size_t cap, const console *c, const k3_progress *p,
-                            double seconds) {
-    char where[32] = "";
-    if (p->layer >= 0) snprintf(where, sizeof where, ", layer %d", p->layer);
+                            uint64_t now) {
+    double seconds = (double)(now - (c->n_said ? c->said_ns : c->start_ns)) * 1e-9;
+    if (c->read_speed >= 5e6) line_add(line, cap, ", %.2f GB/s", c->read_speed * 1e-9);
     if (c->n_said) {
-        snprintf(line, cap, "answer: %llu ids%s", (unsigned long long)c->n_said, where);
+        double rate = seconds > 0 ? (double)(c->n_said - 1) / seconds : 0;
+        line_add(line, cap, ", %llu ids", (unsigned long long)c->n_said);
+        if (rate <= 0) return;
+        line_add(line, cap, ", %.1f tok/s", rate);
+        line_add_left(line, cap, "at most ", (double)(c->n_want - c->n_said) / rate);
         return;
     }
+    if (!p->total || !c->n_layers) return;
+    uint64_t left = p->total > p->done ? p->total - p->done : 0;
+    line_add(line, cap, ", %.0f %%, %llu positions left",
+             100.0 * (double)p->done / (double)p->total,
+             (unsigned long long)((left + c->n_layers - 1) / c->n_layers));
     double rate = seconds > 0 ? (double)p->done / seconds : 0;
-    double left = rate > 0 && p->total > p->done ? (double)(p->total - p->done) / rate : 0;
-    double percent = p->total ? 100.0 * (double)p->done / (double)p->total : 0;
-    int n = snprintf(line, cap, "prompt: %.0f %%%s", percent, where);
-    if (c->n_layers && rate > 0)
-        snprintf(line + n, cap - (size_t)n, ", %.1f tok/s, %.0f %s left", rate / c->n_layers,
-                 left < 120 ? left : left / 60, left < 120 ? "s" : "min");
+    if (rate <= 0) return;
+    line_add(line, cap, ", %.1f tok/s", rate / c->n_layers);
+    line_add_left(line, cap, "", (double)left / rate);
+}
+
+/* What the disk gives, from two readings of what was read. */
+static void console_speed(console *c, const k3_progress *p, uint64_t now) {
+    uint64_t n = p->read_bytes > c->read_bytes ? p->read_bytes - c->read_bytes : 0;
+    double speed = per_second(n, now - c->last_ns);
+    c->read_speed = c->read_speed > 0 ? 0.7 * c->read_speed + 0.3 * speed : speed;
+    c->read_bytes = p->read_bytes;
 }
 
 static int console_progress(void *user, const k3_progress *p) {
+    static const char *const phase[] = {"headers", "loading", "prompt", "checking"};
     console *c = user;
     uint64_t now = clock_ns();
     char line[160];
@@ -602,18 +711,21 @@ static int console_progress(void *user, const k3_progress *p) {
     c->phase = p->phase;
     c->done = p->done;
     if (!c->is_tty || now - c->last_ns < 100000000u) return 0;
-    if (p->phase == K3_PHASE_COMPUTE && c->hides_compute) return 0;
-    double seconds = (double)(now - c->start_ns) * 1e-9;
+    console_speed(c, p, now);
     c->last_ns = now;
-    switch (p->phase) {
-    case K3_PHASE_OPEN:
-        snprintf(line, sizeof line, "headers: %llu of %llu", (unsigned long long)p->done,
+    if (p->phase == K3_PHASE_COMPUTE && c->hides_compute) return 0;
+    bool is_answer = p->phase == K3_PHASE_COMPUTE && c->n_said;
+    snprintf(line, sizeof line, "%s:", is_answer ? "answer" : phase[p->phase]);
+    if (p->layer >= 0) line_add(line, sizeof line, ", layer %d", p->layer);
+    if (p->phase == K3_PHASE_OPEN)
+        line_add(line, sizeof line, ", %llu of %llu", (unsigned long long)p->done,
                  (unsigned long long)p->total);
-        break;
-    case K3_PHASE_LOAD: console_bytes(line, sizeof line, "loading", p, seconds); break;
-    case K3_PHASE_VERIFY: console_bytes(line, sizeof line, "checking", p, seconds); break;
-    case K3_PHASE_COMPUTE: console_compute(line, sizeof line, c, p, seconds); break;
-    }
+    else if (p->phase == K3_PHASE_COMPUTE)
+        console_compute(line, sizeof line, c, p, now);
+    else
+        console_bytes(line, sizeof line, c, p, (double)(now - c->start_ns) * 1e-9);
+    char *comma = strchr(line, ',');
+    if (comma) memmove(comma, comma + 1, strlen(comma)); /* "prompt:, layer 3" */
     fprintf(stderr, "\r\033[K%s", line);
     c->is_shown = true;
     return 0;
@@ -727,18 +839,28 @@ static bool is_model_dir(const char *dir) {
            access(path, R_OK) == 0;
 }
 
+static int dir_check(const char *option, const char *dir, const char *holds) {
+    struct stat st;
+    if (stat(dir, &st) != 0) return fail(FAIL_MODEL, "%s %s: %s", option, dir, strerror(errno));
+    if (S_ISDIR(st.st_mode)) return DONE;
+    return fail(FAIL_MODEL, "%s %s: not a directory (give the one that holds %s)", option, dir,
+                holds);
+}
+
 /* The directory to open: --model, or the bundled model, which is said. */
 static int model_find(const cli_args *a, const char **dir) {
-    static const char *const bundled[] = {K3_DEMO_DIR, "demo"};
-    struct stat st;
+    static const char *const bundled[] = {K3_DEMO_DIR,
+#ifdef K3_SHARE_DIR
+                                          K3_SHARE_DIR,
+#endif
+                                          "demo"};
+    int rc = DONE;
+    for (size_t i = 0; i < a->n_mirror && rc == DONE; i++)
+        rc = dir_check("--mirror", a->mirror[i], "shards");
+    if (rc == DONE && a->model) rc = dir_check("--model", a->model, "config.json");
     *dir = a->model;
+    if (rc != DONE) return rc;
     if (a->model) {
-        if (stat(a->model, &st) != 0)
-            return fail(FAIL_MODEL, "--model %s: %s", a->model, strerror(errno));
-        if (!S_ISDIR(st.st_mode))
-            return fail(FAIL_MODEL,
-                        "--model %s: not a directory (give the one that holds config.json)",
-                        a->model);
         if (!is_model_dir(a->model))
             return fail(FAIL_MODEL, "--model %s: no readable config.json there, so no model",
                         a->model);
@@ -753,27 +875,62 @@ static int model_find(const cli_args *a, const char **dir) {
     return DONE;
 }
 
-static int engine_open(k3_engine **e, const cli_args *a, const char *dir, bool headers_only,
-                       console *con) {
+/* The engine's options as the command line has them; notes and progress go to `con`. */
+static k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     k3_options o;
-    k3_error err = {{0}};
     k3_options_default(&o);
     o.model_dir = dir;
     o.kernels = a->kernels;
     o.n_threads = (int)a->threads;
     o.chunk = (int)a->chunk;
     o.ram_bytes = a->ram;
-    o.headers_only = headers_only;
+    o.context = a->context;
+    o.mirrors = a->mirror;
+    o.io = (k3_io)a->io;
+    o.direct = (k3_switch)a->direct;
+    o.io_depth = (int)a->io_depth;
+    o.policy = (k3_policy)a->policy;
+    o.no_look_ahead = a->no_look_ahead;
     if (is_given(a, "--lora-eps")) o.eps_lora = a->lora_eps;
     if (a->golden) o.eps_lora = 1e-5f;
     o.note = console_note;
     o.progress = console_progress;
     o.user = con;
-    int status = k3_engine_open(e, &o, &err);
+    return o;
+}
+
+static int engine_open(k3_engine **e, const k3_options *o) {
+    console *con = o->user;
+    k3_error err = {{0}};
+    int status = k3_engine_open(e, o, &err);
     console_clear(con);
     if (status < 0) return fail_status(status, &err);
     con->n_layers = k3_engine_shape(*e)->n_layers;
     return DONE;
+}
+
+static uint64_t moe_layers(const k3_shape *s) { return s->n_layers - s->n_dense; }
+
+/* Weights are read again and again: not all of them have a place in memory. */
+static bool is_streaming(const k3_engine *e) {
+    const k3_plan *p = k3_engine_plan(e);
+    const k3_shape *s = k3_engine_shape(e);
+    return p->streamed_bytes > 0 || (moe_layers(s) > 0 && p->quota < s->n_experts);
+}
+
+/* The plan of `k3 plan` in two lines. */
+static void plan_say(const k3_engine *e) {
+    const k3_plan *p = k3_engine_plan(e);
+    char ram[32], kept[32], streamed[32], slots[32], speed[48] = "not probed";
+    if (p->disk_bytes_per_s > 0)
+        snprintf(speed, sizeof speed, "%.2f GB/s by the probe", p->disk_bytes_per_s * 1e-9);
+    say("plan: %s; trunk %s kept, %s read for each chunk of %u; %u expert slots, %s, %u for each "
+        "layer",
+        fmt_bytes(ram, p->ram_bytes), fmt_bytes(kept, p->resident_bytes),
+        fmt_bytes(streamed, p->streamed_bytes), (unsigned)p->chunk, (unsigned)p->n_slots,
+        fmt_bytes(slots, p->slot_bytes * p->n_slots), (unsigned)p->quota);
+    say("disk: %s%s, depth %d, %s", p->is_uring ? "io_uring" : "pread pool",
+        p->is_direct ? ", direct" : "", p->io_depth, speed);
 }
 
 /* Open the tokenizer. Ids can do without one (checkpoints made for tests have none): then
@@ -837,9 +994,11 @@ typedef struct {
     void *scratch; /* for k3_sample                                          */
     k3_sampler sampler;
     uint64_t ids_fnv, logits_fnv;
+    k3_stats before; /* when the session was new: what opening read           */
 } timeline;
 
-static int timeline_open(timeline *t, k3_engine *e, const cli_args *a, uint64_t context) {
+/* A session with room for the context that the engine planned for. */
+static int timeline_open(timeline *t, k3_engine *e, const cli_args *a) {
     k3_error err = {{0}};
     t->n_vocab = k3_engine_shape(e)->vocab_size;
     t->sampler = (k3_sampler){a->temperature, a->top_p, (uint32_t)a->top_k, a->seed};
@@ -847,14 +1006,32 @@ static int timeline_open(timeline *t, k3_engine *e, const cli_args *a, uint64_t 
     t->row = malloc(t->n_vocab * sizeof *t->row);
     t->scratch = malloc(k3_sample_scratch(t->n_vocab) + 1);
     if (!t->row || !t->scratch) return fail_memory("a row of logits", t->n_vocab * sizeof *t->row);
-    int status = k3_session_new(&t->s, e, context, &err);
-    return status < 0 ? fail_status(status, &err) : DONE;
+    int status = k3_session_new(&t->s, e, 0, &err);
+    if (status < 0) return fail_status(status, &err);
+    k3_session_stats(t->s, &t->before);
+    return DONE;
 }
 
 static void timeline_close(timeline *t) {
     k3_session_free(t->s);
     free(t->row);
     free(t->scratch);
+}
+
+/* What was counted since `from`; n_pos and resident_bytes are as they are now. */
+static k3_stats timeline_stats(const timeline *t, const k3_stats *from) {
+    k3_stats st;
+    k3_session_stats(t->s, &st);
+    st.compute_ns -= from->compute_ns;
+    st.stall_ns -= from->stall_ns;
+    st.expert_uses -= from->expert_uses;
+    st.expert_hits -= from->expert_hits;
+    st.expert_loads -= from->expert_loads;
+    st.guesses -= from->guesses;
+    st.guess_hits -= from->guess_hits;
+    st.wasted_bytes -= from->wasted_bytes;
+    st.read_bytes -= from->read_bytes;
+    return st;
 }
 
 static void timeline_hash_row(timeline *t) {
@@ -894,6 +1071,7 @@ typedef struct {
     uint64_t load_ns, prompt_ns, gen_ns; /* gen: n_step ids run after the prompt */
     uint64_t n_step;
     const char *why; /* "eos" "stop" "tokens" "context" "interrupt"           */
+    bool says_disk;  /* plan and statistics of the disk                       */
 } run_state;
 
 /* The hash of one position and layer, to the trace and into trace_fnv. */
@@ -969,9 +1147,32 @@ static int run_check_context(const run_state *r, uint64_t context) {
                 r->prompt_ids.n, (unsigned long long)context);
 }
 
+/* Positions to plan for: --context, else 0 (the engine's default), unless the prompt alone is
+ * longer than that: then prompt and answer, as far as the model goes. */
+static int run_context(run_state *r, uint64_t *context) {
+    k3_engine *e = NULL;
+    uint64_t n = r->prompt_ids.n;
+    *context = r->a->context;
+    if (*context) return run_check_context(r, *context);
+    if (n <= DEFAULT_CONTEXT) return DONE;
+    k3_options o = engine_options(r->a, r->dir, &r->con);
+    o.headers_only = true;
+    o.note = NULL; /* said when it is opened to run */
+    int rc = engine_open(&e, &o);
+    if (rc != DONE) return rc;
+    uint64_t most = k3_engine_shape(e)->max_position;
+    k3_engine_close(e);
+    if (n > most)
+        return fail(exit_code(K3_EFULL), "the prompt is %llu ids and this model holds %llu",
+                    (unsigned long long)n, (unsigned long long)most);
+    *context = r->a->tokens < most - n ? n + r->a->tokens : most;
+    return DONE;
+}
+
 /* Everything before the first position: prompt, tokenizer, files, weights, session. */
 static int run_open(run_state *r) {
     const cli_args *a = r->a;
+    uint64_t context = 0;
     int rc = prompt_read(a, &r->prompt, &r->prompt_ids, "run");
     if (rc == DONE) rc = model_find(a, &r->dir);
     if (rc == DONE) rc = tokenizer_open(&r->t, a, r->dir);
@@ -982,33 +1183,39 @@ static int run_open(run_state *r) {
         say("note: the prompt ends with a newline, which is part of it");
     if (!a->quiet && a->temperature <= 0 && (a->top_k || a->top_p < 1))
         say("note: --top-k and --top-p change nothing at --temperature 0");
-    rc = run_check_context(r, a->context ? a->context : DEFAULT_CONTEXT);
+    rc = run_context(r, &context);
     if (rc == DONE && a->dump_logits) rc = outfile_open(&r->dump, a->dump_logits);
     if (rc == DONE && a->trace && a->trace[0]) rc = outfile_open(&r->trace, a->trace);
     if (rc != DONE) return rc;
     signals_catch();
     uint64_t start = clock_ns();
-    rc = engine_open(&r->e, a, r->dir, false, &r->con);
+    k3_options o = engine_options(a, r->dir, &r->con);
+    o.context = context;
+    rc = engine_open(&r->e, &o);
     r->load_ns = clock_ns() - start;
-    if (rc == DONE) rc = timeline_open(&r->line, r->e, a, a->context);
+    if (rc == DONE) rc = timeline_open(&r->line, r->e, a);
     if (rc != DONE) return rc;
-    uint64_t context = k3_session_context(r->line.s);
+    context = k3_session_context(r->line.s);
     rc = run_check_context(r, context);
     if (a->verbose)
         say("kernels %s, threads %d, chunk %d, context %llu, numerics %s", k3_engine_kernels(r->e),
             k3_engine_threads(r->e), k3_engine_chunk(r->e), (unsigned long long)context,
             K3_NUMERICS_ID);
+    r->says_disk = a->verbose || (is_streaming(r->e) && !a->quiet);
+    if (r->says_disk) plan_say(r->e);
     if (a->trace) k3_session_trace(r->line.s, run_trace, r);
     r->trace_fnv = K3_FNV_BASIS;
     return rc;
 }
 
-/* The prompt, with every row to the dump: in blocks, so that memory does not grow with it. */
+/* The prompt, with every row to the dump: in blocks of at most 16 MiB, which the budget's
+ * allowance for the program covers. */
 static int run_prompt_rows(run_state *r) {
     size_t n_vocab = r->line.n_vocab, n_block = (size_t)k3_engine_chunk(r->e);
+    size_t n_most = ((size_t)16 << 20) / (n_vocab * sizeof(float));
     k3_error err = {{0}};
     int rc = DONE, status = 0;
-    if (n_block > 64) n_block = 64;
+    if (n_block > n_most) n_block = n_most ? n_most : 1;
     float *rows = malloc(n_block * n_vocab * sizeof *rows);
     if (!rows) return fail_memory("rows of logits", n_block * n_vocab * sizeof *rows);
     for (size_t i = 0, n; i < r->prompt_ids.n && rc == DONE; i += n) {
@@ -1045,7 +1252,7 @@ static int run_prompt(run_state *r) {
 static int run_step(run_state *r, uint32_t id) {
     k3_error err = {{0}};
     uint64_t start = clock_ns();
-    r->con.n_said = r->said.n;
+    console_answer(&r->con, r->said.n, r->a->tokens);
     int status = timeline_feed(&r->line, &id, 1, &err);
     console_clear(&r->con);
     r->gen_ns += clock_ns() - start;
@@ -1119,6 +1326,26 @@ static void json_put_path(json_object *o, const char *key, const char *path) {
     free(text);
 }
 
+/* A count; JSON integers end at 2^63. */
+static void json_put_count(json_object *o, const char *key, uint64_t n) {
+    json_put(o, key, json_object_new_int64((int64_t)n));
+}
+
+/* Where the bytes came from; read_bytes and all below it without what opening read. */
+static void json_put_disk(json_object *o, const run_state *r) {
+    k3_stats st = timeline_stats(&r->line, &r->line.before);
+    json_put_count(o, "ram_bytes", k3_engine_plan(r->e)->ram_bytes);
+    json_put_count(o, "resident_bytes", st.resident_bytes);
+    json_put_count(o, "load_bytes", r->line.before.read_bytes);
+    json_put_count(o, "read_bytes", st.read_bytes);
+    json_put_real(o, "stall_s", (double)st.stall_ns * 1e-9);
+    json_put_count(o, "expert_uses", st.expert_uses);
+    json_put_count(o, "expert_hits", st.expert_hits);
+    json_put_count(o, "guesses", st.guesses);
+    json_put_count(o, "guess_hits", st.guess_hits);
+    json_put_count(o, "wasted_bytes", st.wasted_bytes);
+}
+
 /* The --json object, complete, in one write. */
 static int run_json(const run_state *r) {
     json_object *o = json_object_new_object(), *ids = json_object_new_array();
@@ -1137,6 +1364,7 @@ static int run_json(const run_state *r) {
     json_put_real(o, "gen_s", (double)r->gen_ns * 1e-9);
     json_put_real(o, "prompt_tok_s", per_second(r->prompt_ids.n, r->prompt_ns));
     json_put_real(o, "gen_tok_s", per_second(r->n_step, r->gen_ns));
+    json_put_disk(o, r);
     json_put_path(o, "model", r->dir);
     json_put(o, "kernels", json_object_new_string(k3_engine_kernels(r->e)));
     json_put(o, "threads", json_object_new_int(k3_engine_threads(r->e)));
@@ -1152,20 +1380,33 @@ static int run_json(const run_state *r) {
     return rc;
 }
 
+static double percent(uint64_t part, uint64_t whole) {
+    return whole ? 100.0 * (double)part / (double)whole : 0.0;
+}
+
+/* What the disk did for this answer, in two lines. */
+static void run_say_disk(const run_state *r) {
+    char read[32], opening[32], wasted[32], held[32], ram[32];
+    k3_stats st = timeline_stats(&r->line, &r->line.before);
+    say("disk: %s read while computing, %.2f GB/s, %.0f %% of the time spent waiting; %s read to "
+        "open",
+        fmt_bytes(read, st.read_bytes), per_second(st.read_bytes, st.compute_ns) * 1e-9,
+        percent(st.stall_ns, st.compute_ns), fmt_bytes(opening, r->line.before.read_bytes));
+    say("experts: %llu uses, %.0f %% in memory when wanted; %llu read ahead, %.0f %% of them used, "
+        "%s in vain; %s of %s taken",
+        (unsigned long long)st.expert_uses, percent(st.expert_hits, st.expert_uses),
+        (unsigned long long)st.guesses, percent(st.guess_hits, st.guesses),
+        fmt_bytes(wasted, st.wasted_bytes), fmt_bytes(held, st.resident_bytes),
+        fmt_bytes(ram, k3_engine_plan(r->e)->ram_bytes));
+}
+
 /* The end: JSON or the last newline to stdout, statistics to stderr. */
 static int run_report(const run_state *r) {
     int rc = r->a->json ? run_json(r) : r->n_out ? out_write("\n", 1) : DONE;
     if (r->a->trace)
         fprintf(r->trace.f ? r->trace.f : stderr, "trace_fnv %016llx\n",
                 (unsigned long long)r->trace_fnv);
-    if (r->a->verbose) {
-        char read[32], held[32];
-        k3_stats st;
-        k3_session_stats(r->line.s, &st);
-        say("experts: %llu uses, %llu read from disk; %s read since open, %s resident",
-            (unsigned long long)st.expert_uses, (unsigned long long)st.expert_loads,
-            fmt_bytes(read, st.read_bytes), fmt_bytes(held, st.resident_bytes));
-    }
+    if (r->says_disk) run_say_disk(r);
     if (!r->a->quiet)
         say("prompt %zu ids, %.1f tok/s; answer %zu ids, %.1f tok/s (%s); "
             "ids_fnv %016llx logits_fnv %016llx",
@@ -1313,6 +1554,9 @@ typedef struct {
     size_t n_in, n_out;
     double in_s, out_s; /* medians; out_s is for n_out - 1 steps              */
     uint64_t ids_fnv, logits_fnv;
+    uint64_t read_bytes, wasted_bytes; /* these: means over the repeats       */
+    double stall_s;
+    uint64_t expert_uses, expert_hits, guesses, guess_hits;
 } bench_result;
 
 static const char *const BENCH_PROMPT[] = {
@@ -1367,12 +1611,18 @@ static int bench_open(bench_state *b) {
         if (status < 0) return fail_status(status, &err);
     }
     rc = bench_prompts(b);
-    signals_catch();
-    if (rc == DONE) rc = engine_open(&b->e, a, b->dir, false, &b->con);
+    if (rc != DONE) return rc;
     for (size_t i = 0; i < b->n_prompt; i++)
-        if (b->prompt[i].n > most) most = b->prompt[i].n;
-    if (rc == DONE) rc = timeline_open(&b->line, b->e, a, most + a->tokens);
-    return rc;
+        if (b->prompt[i].n + a->tokens > most) most = b->prompt[i].n + a->tokens;
+    if (a->context && a->context < most)
+        return fail(exit_code(K3_EFULL), "--context holds %llu positions, the prompts need %llu",
+                    (unsigned long long)a->context, (unsigned long long)most);
+    signals_catch();
+    k3_options o = engine_options(a, b->dir, &b->con);
+    if (!o.context) o.context = most;
+    rc = engine_open(&b->e, &o);
+    if (rc == DONE && !a->quiet && is_streaming(b->e)) plan_say(b->e);
+    return rc == DONE ? timeline_open(&b->line, b->e, a) : rc;
 }
 
 /* One prompt, once; the two times go to *in_s and *out_s. */
@@ -1380,12 +1630,14 @@ static int bench_once(bench_state *b, const id_list *prompt, double *in_s, doubl
     timeline *line = &b->line;
     k3_error err = {{0}};
     k3_session_reset(line->s);
+    console_answer(&b->con, 0, 0);
     line->ids_fnv = line->logits_fnv = K3_FNV_BASIS;
     uint64_t start = clock_ns();
     int status = timeline_feed(line, prompt->id, prompt->n, &err);
     uint64_t middle = clock_ns();
     for (uint64_t i = 0; i < b->a->tokens && status >= 0; i++) {
         uint32_t id = timeline_draw(line);
+        console_answer(&b->con, i + 1, b->a->tokens);
         if (i + 1 < b->a->tokens) status = timeline_feed(line, &id, 1, &err);
     }
     *in_s = (double)(middle - start) * 1e-9;
@@ -1404,10 +1656,25 @@ static double median(double *value, size_t n) {
     return (value[(n - 1) / 2] + value[n / 2]) / 2;
 }
 
+/* What the disk did since `from`, divided by the repeats. */
+static void bench_count(const bench_state *b, const k3_stats *from, bench_result *out) {
+    k3_stats st = timeline_stats(&b->line, from);
+    uint64_t n = b->a->repeats;
+    out->read_bytes = st.read_bytes / n;
+    out->wasted_bytes = st.wasted_bytes / n;
+    out->stall_s = (double)st.stall_ns * 1e-9 / (double)n;
+    out->expert_uses = st.expert_uses;
+    out->expert_hits = st.expert_hits;
+    out->guesses = st.guesses;
+    out->guess_hits = st.guess_hits;
+}
+
 static int bench_prompt(bench_state *b, size_t i_prompt, bench_result *out) {
     double in_s[MAX_REPEAT], out_s[MAX_REPEAT];
+    k3_stats from;
     const id_list *prompt = &b->prompt[i_prompt];
     size_t n = b->a->repeats;
+    k3_session_stats(b->line.s, &from);
     for (size_t i = 0; i < n; i++) {
         int rc = bench_once(b, prompt, &in_s[i], &out_s[i]);
         if (rc != DONE) return rc;
@@ -1419,6 +1686,7 @@ static int bench_prompt(bench_state *b, size_t i_prompt, bench_result *out) {
         out->ids_fnv = b->line.ids_fnv;
         out->logits_fnv = b->line.logits_fnv;
     }
+    bench_count(b, &from, out);
     out->n_in = prompt->n;
     out->n_out = b->a->tokens;
     out->in_s = median(in_s, n);
@@ -1426,34 +1694,53 @@ static int bench_prompt(bench_state *b, size_t i_prompt, bench_result *out) {
     return DONE;
 }
 
+static double share(uint64_t part, uint64_t whole) {
+    return whole ? (double)part / (double)whole : 0.0;
+}
+
 static int bench_row(const bench_state *b, const char *name, const bench_result *r, size_t n_step) {
-    printf("%s\t%zu\t%zu\t%.2f\t%.2f\t%016llx\t%016llx\t%s\t%d\t%d\t%s\n", name, r->n_in, r->n_out,
+    printf("%s\t%zu\t%zu\t%.2f\t%.2f\t%016llx\t%016llx\t%s\t%d\t%d\t%s", name, r->n_in, r->n_out,
            r->in_s > 0 ? (double)r->n_in / r->in_s : 0,
            r->out_s > 0 ? (double)n_step / r->out_s : 0, (unsigned long long)r->ids_fnv,
            (unsigned long long)r->logits_fnv, k3_engine_kernels(b->e), k3_engine_threads(b->e),
            k3_engine_chunk(b->e), K3_NUMERICS_ID);
+    printf("\t%llu\t%.6f\t%.3f\t%.3f\t%llu\n", (unsigned long long)r->read_bytes, r->stall_s,
+           share(r->expert_hits, r->expert_uses), share(r->guess_hits, r->guesses),
+           (unsigned long long)r->wasted_bytes);
     return fflush(stdout) == 0 ? DONE : fail_stdout(errno);
 }
 
+static void bench_add_up(bench_result *total, const bench_result *r) {
+    total->n_in += r->n_in;
+    total->n_out += r->n_out;
+    total->in_s += r->in_s;
+    total->out_s += r->out_s;
+    total->ids_fnv = k3_fnv1a(total->ids_fnv, &r->ids_fnv, sizeof r->ids_fnv);
+    total->logits_fnv = k3_fnv1a(total->logits_fnv, &r->logits_fnv, sizeof r->logits_fnv);
+    total->read_bytes += r->read_bytes;
+    total->wasted_bytes += r->wasted_bytes;
+    total->stall_s += r->stall_s;
+    total->expert_uses += r->expert_uses;
+    total->expert_hits += r->expert_hits;
+    total->guesses += r->guesses;
+    total->guess_hits += r->guess_hits;
+}
+
 static int bench_all(bench_state *b, uint64_t *logits_fnv) {
-    bench_result total = {0, 0, 0, 0, K3_FNV_BASIS, K3_FNV_BASIS};
+    bench_result total = {.ids_fnv = K3_FNV_BASIS, .logits_fnv = K3_FNV_BASIS};
     size_t n_step = 0;
     puts("prompt\tn_prompt\tn_gen\tin_tok_s\tout_tok_s\tids_fnv\tlogits_fnv\t"
-         "kernels\tthreads\tchunk\tnumerics");
+         "kernels\tthreads\tchunk\tnumerics\t"
+         "read_bytes\tstall_s\texpert_hit_rate\tguess_hit_rate\twasted_bytes");
     for (size_t i = 0; i < b->n_prompt; i++) {
-        bench_result r = {0, 0, 0, 0, 0, 0};
+        bench_result r = {0};
         char name[24];
         int rc = bench_prompt(b, i, &r);
         size_t steps = r.n_out ? r.n_out - 1 : 0;
         snprintf(name, sizeof name, "%zu", i);
         if (rc == DONE) rc = bench_row(b, name, &r, steps);
         if (rc != DONE) return rc;
-        total.n_in += r.n_in;
-        total.n_out += r.n_out;
-        total.in_s += r.in_s;
-        total.out_s += r.out_s;
-        total.ids_fnv = k3_fnv1a(total.ids_fnv, &r.ids_fnv, sizeof r.ids_fnv);
-        total.logits_fnv = k3_fnv1a(total.logits_fnv, &r.logits_fnv, sizeof r.logits_fnv);
+        bench_add_up(&total, &r);
         n_step += steps;
     }
     *logits_fnv = total.logits_fnv;
@@ -1469,10 +1756,10 @@ static int bench_all(bench_state *b, uint64_t *logits_fnv) {
  * (read, kernel, read, kernel, ...), and the ratios are medians over the repetitions. The
  * hash of the outputs must be the same in every set. */
 
-#define BENCH_REPS       5
-#define BENCH_TILE       64             /* rows of one kernel call, as in the engine          */
-#define BENCH_HASH_ROWS  256            /* rows under the hash; all that "ref" runs           */
-#define BENCH_POOL_BYTES (1400u << 20)  /* weights: several times the largest cache           */
+#define BENCH_REPS 5
+#define BENCH_TILE 64                  /* rows of one kernel call, as in the engine          */
+#define BENCH_HASH_ROWS 256            /* rows under the hash; all that "ref" runs           */
+#define BENCH_POOL_BYTES (1400u << 20) /* weights: several times the largest cache           */
 #define BENCH_READ_BYTES ((size_t)128 << 20)
 
 typedef struct {
@@ -1662,11 +1949,10 @@ static void bench_line(const k3_kernels *k, const bench_data *d, int n_threads, 
     }
     fprintf(out, "%s\t%s\t%zu\t%zu\t%zu\t%d\t", k->name, s->name, rows, s->cols, d->batch,
             n_threads);
-    fprintf(out, "%.2f\t%.2f\t%.3f\t%.1f\t%.1f\t%.3f\t%016llx\n",
-            bench_median(weight, n_rep) / 1e9, bench_median(read, n_rep) / 1e9,
-            bench_median(of_read, n_rep), bench_median(flop, n_rep) / 1e9,
-            bench_median(peak, n_rep) / 1e9, bench_median(of_peak, n_rep),
-            (unsigned long long)hash);
+    fprintf(out, "%.2f\t%.2f\t%.3f\t%.1f\t%.1f\t%.3f\t%016llx\n", bench_median(weight, n_rep) / 1e9,
+            bench_median(read, n_rep) / 1e9, bench_median(of_read, n_rep),
+            bench_median(flop, n_rep) / 1e9, bench_median(peak, n_rep) / 1e9,
+            bench_median(of_peak, n_rep), (unsigned long long)hash);
     fflush(out);
 }
 
@@ -1721,8 +2007,10 @@ static int bench_kernels(int max_threads, const char *only, FILE *out) {
         {"mxfp4", true, 3584, 3072, 3584 * 3072 / 2, 3584 * 3072 / 32},
     };
     if (only && (!bench_table(only) || !k3_kernels_is_supported(only))) return K3_EUSAGE;
-    fprintf(out, "kernels\tkernel\trows\tcols\tbatch\tthreads\tweight_GB/s\tread_GB/s\tof_read\t"
-                 "GFLOP/s\tpeak_GFLOP/s\tof_peak\tfnv_%d_rows\n", BENCH_HASH_ROWS);
+    fprintf(out,
+            "kernels\tkernel\trows\tcols\tbatch\tthreads\tweight_GB/s\tread_GB/s\tof_read\t"
+            "GFLOP/s\tpeak_GFLOP/s\tof_peak\tfnv_%d_rows\n",
+            BENCH_HASH_ROWS);
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         int rc = bench_one_shape(&shapes[i], max_threads, only, out);
         if (rc < 0) return rc;
@@ -1737,7 +2025,8 @@ static int cmd_bench(const cli_args *a) {
         long n_core = sysconf(_SC_NPROCESSORS_ONLN);
         int most = a->threads ? (int)a->threads : n_core > 0 ? (int)n_core : 1;
         if (bench_kernels(most, a->kernels, stdout) == K3_OK) return DONE;
-        return fail(FAIL_USAGE, "bench --kernels-only: --kernels %s cannot run here; `k3 info` lists what can",
+        return fail(FAIL_USAGE,
+                    "bench --kernels-only: --kernels %s cannot run here; `k3 info` lists what can",
                     a->kernels ? a->kernels : "");
     }
     memset(&b, 0, sizeof b);
@@ -1756,11 +2045,12 @@ static int cmd_bench(const cli_args *a) {
     return rc;
 }
 
-/* ==== 9. Trust: verify, info =========================================================
+/* ==== 9. Trust: verify, plan, info =========================================================
  *
  * verify reads every byte that will ever be computed with, before a long run does. The
  * golden values tie the real weights to other people's programs: an engine can agree with
- * itself everywhere and still be wrong. info says what fits where, and reads no weight.
+ * itself everywhere and still be wrong. plan says where a budget goes and what a token then
+ * reads, info what the model is; neither reads a weight.
  */
 
 /* Logits of the last of ids 3 4 5 6 7 through all 93 layers of the released weights, f32
@@ -1815,8 +2105,10 @@ static int verify_golden(const cli_args *a, const char *dir, console *con) {
     timeline line;
     k3_error err = {{0}};
     memset(&line, 0, sizeof line);
-    int rc = engine_open(&e, a, dir, false, con);
-    if (rc == DONE) rc = timeline_open(&line, e, a, 16);
+    k3_options o = engine_options(a, dir, con);
+    o.context = 16;
+    int rc = engine_open(&e, &o);
+    if (rc == DONE) rc = timeline_open(&line, e, a);
     if (rc == DONE) {
         int status = timeline_feed(&line, GOLDEN_IDS, COUNT(GOLDEN_IDS), &err);
         console_clear(con);
@@ -1827,8 +2119,13 @@ static int verify_golden(const cli_args *a, const char *dir, console *con) {
     return rc;
 }
 
-static uint64_t expert_count(const k3_shape *s) {
-    return (uint64_t)(s->n_layers - s->n_dense) * s->n_experts;
+static uint64_t expert_count(const k3_shape *s) { return moe_layers(s) * s->n_experts; }
+
+/* Open for questions: headers only. */
+static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con) {
+    k3_options o = engine_options(a, dir, con);
+    o.headers_only = true;
+    return engine_open(e, &o);
 }
 
 static int cmd_verify(const cli_args *a) {
@@ -1841,7 +2138,7 @@ static int cmd_verify(const cli_args *a) {
     int rc = model_find(a, &dir);
     if (rc != DONE) return rc;
     signals_catch();
-    rc = engine_open(&e, a, dir, true, &con);
+    rc = engine_open_headers(&e, a, dir, &con);
     if (rc != DONE) goto done;
     const k3_shape *s = k3_engine_shape(e);
     if (a->golden && (s->vocab_size != GOLDEN_VOCAB || s->n_layers != GOLDEN_LAYERS)) {
@@ -1868,6 +2165,128 @@ done:
     return rc;
 }
 
+static void plan_row(const char *name, uint64_t n_bytes, const char *note) {
+    char text[32];
+    printf("%-20s %12s %18llu%s%s\n", name, fmt_bytes(text, n_bytes), (unsigned long long)n_bytes,
+           note[0] ? "  " : "", note);
+}
+
+/* The split. `p` is a plan that works: at the floor when what was asked is below it. */
+static void plan_split(const k3_plan *p, const k3_shape *s, uint64_t asked, bool is_default) {
+    char cache[64], scratch[64], slots[96];
+    uint64_t n_streamed = p->streamed_bytes, slots_bytes = p->slot_bytes * p->n_slots;
+    uint64_t sum = p->session_bytes + p->vector_bytes + p->scratch_bytes + p->resident_bytes +
+                   p->ring_bytes + slots_bytes;
+    snprintf(cache, sizeof cache, "%llu positions", (unsigned long long)p->context);
+    snprintf(scratch, sizeof scratch, "%u positions computed together", (unsigned)p->chunk);
+    snprintf(slots, sizeof slots, "%u of %llu experts, %u for each of %llu layers",
+             (unsigned)p->n_slots, (unsigned long long)expert_count(s), (unsigned)p->quota,
+             (unsigned long long)moe_layers(s));
+    plan_row("budget", asked, is_default ? "what is free, less 1/16" : "--ram");
+    plan_row("floor", p->floor_bytes, "the least that this context can run in");
+    if (asked < p->floor_bytes) puts("\nat the floor");
+    plan_row("  state", p->state_bytes, "of the KDA layers");
+    plan_row("  latent cache", p->session_bytes - p->state_bytes, cache);
+    plan_row("  scratch", p->scratch_bytes, scratch);
+    plan_row("  vectors", p->vector_bytes, "norms, biases and the like, kept");
+    plan_row("  trunk kept", p->resident_bytes, n_streamed ? "" : "all of it");
+    plan_row("  trunk ring", p->ring_bytes, n_streamed ? "the rest passes through" : "");
+    plan_row("  expert slots", slots_bytes, slots);
+    plan_row("  rest", p->ram_bytes > sum ? p->ram_bytes - sum : 0,
+             "program, tables, and what nothing here can use");
+}
+
+/* GB a token less for one GB of budget more: all of it while trunk is streamed; of the first GB
+ * of slots about two thirds is saved (docs/PERFORMANCE.md). */
+static void plan_next_gb(const k3_plan *p, const k3_shape *s) {
+    const double per_slot_gb = 0.67;
+    double trunk = (double)p->streamed_bytes * 1e-9;
+    uint64_t n_left = p->quota < s->n_experts ? (s->n_experts - p->quota) * moe_layers(s) : 0;
+    if (trunk + (double)(n_left * s->expert_bytes) * 1e-9 <= 1)
+        puts(trunk > 0 || n_left ? "the next GB          everything is in memory then"
+                                 : "the next GB          buys nothing: everything is in memory");
+    else if (trunk >= 1)
+        puts("the next GB          1.00 GB of trunk less for each token");
+    else
+        printf("the next GB          about %.2f GB less for each token%s\n",
+               trunk + (1 - trunk) * per_slot_gb, p->quota ? ", and less as slots fill" : "");
+}
+
+/* What one token reads, and how long that takes. */
+static void plan_reads(const k3_plan *p, const k3_shape *s, float disk) {
+    static const double usual[] = {3, 7, 14};
+    char note[96];
+    bool is_all = moe_layers(s) == 0 || p->quota == s->n_experts;
+    uint64_t n_experts = is_all ? 0 : moe_layers(s) * s->top_k;
+    uint64_t n_bytes = p->streamed_bytes + n_experts * s->expert_bytes;
+    double given = (double)disk;
+    const double *speed = disk > 0 ? &given : usual;
+    puts("");
+    snprintf(note, sizeof note, "of trunk; a chunk of a prompt is at most %u positions",
+             (unsigned)p->chunk);
+    plan_row("a chunk reads", p->streamed_bytes, note);
+    if (is_all)
+        snprintf(note, sizeof note, "once each expert was used");
+    else
+        snprintf(note, sizeof note, "at most: trunk and %llu experts, none of them in a slot",
+                 (unsigned long long)n_experts);
+    plan_row("a token reads", n_bytes, note);
+    for (size_t i = 0; n_bytes && i < (disk > 0 ? 1 : COUNT(usual)); i++)
+        printf("  at %2g GB/s %20.3f s a token at most, where the disk is what takes time\n",
+               speed[i], (double)n_bytes * 1e-9 / speed[i]);
+    plan_next_gb(p, s);
+}
+
+/* Open headers only, for the plan. Below the floor it is opened again, at the floor, and
+ * *asked is what it was to be; otherwise *asked is the budget. */
+static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console *con,
+                     uint64_t *asked) {
+    const uint64_t plenty = (uint64_t)1 << 50;
+    k3_options o = engine_options(a, dir, con);
+    k3_error err = {{0}};
+    o.headers_only = true;
+    int status = k3_engine_open(e, &o, &err);
+    *asked = a->ram;
+    if (status == K3_EBUDGET) { /* not even the tables fit */
+        o.ram_bytes = plenty;
+        status = k3_engine_open(e, &o, &err);
+    } else if (status >= 0) {
+        *asked = k3_engine_plan(*e)->ram_bytes;
+    }
+    if (status >= 0 && *asked < k3_engine_plan(*e)->floor_bytes) {
+        o.ram_bytes = k3_engine_plan(*e)->floor_bytes;
+        k3_engine_close(*e);
+        status = k3_engine_open(e, &o, &err);
+    }
+    console_clear(con);
+    return status < 0 ? fail_status(status, &err) : DONE;
+}
+
+static int cmd_plan(const cli_args *a) {
+    k3_engine *e = NULL;
+    console con;
+    const char *dir;
+    uint64_t asked = 0;
+    if (is_given(a, "--disk") && !(a->disk > 0))
+        return fail(FAIL_USAGE, "--disk: a disk of 0 GB/s reads nothing");
+    console_init(&con, a);
+    int rc = model_find(a, &dir);
+    if (rc == DONE) rc = plan_open(&e, a, dir, &con, &asked);
+    if (rc != DONE) return rc;
+    const k3_plan *p = k3_engine_plan(e);
+    plan_split(p, k3_engine_shape(e), asked, !a->ram);
+    plan_reads(p, k3_engine_shape(e), a->disk);
+    if (fflush(stdout) != 0) rc = fail_stdout(errno);
+    if (rc == DONE && asked < p->floor_bytes)
+        rc = fail(FAIL_BUDGET,
+                  "a budget of %llu bytes is below the floor of this model with a context of %llu: "
+                  "give at least %llu bytes (%.2f GiB) with --ram, or a smaller --context",
+                  (unsigned long long)asked, (unsigned long long)p->context,
+                  (unsigned long long)p->floor_bytes, (double)p->floor_bytes / 0x1p30);
+    k3_engine_close(e);
+    return rc;
+}
+
 static void info_geometry(const k3_shape *s) {
     unsigned n_mla = 0;
     for (uint32_t il = 0; il < s->n_layers; il++) n_mla += s->is_mla[il];
@@ -1887,35 +2306,43 @@ static void info_geometry(const k3_shape *s) {
            (unsigned)s->expert_inter, (unsigned)s->n_shared, (unsigned)s->dense_inter);
 }
 
-/* Sizes, and the memory that one context needs beside the experts kept. */
-static void info_memory(const k3_shape *s, uint64_t context) {
-    char one[32], all[32], trunk[32], state[32], cache[32], sum[32];
-    uint64_t cache_bytes = s->pos_bytes * context;
+/* Sizes, and the least memory that runs one context. */
+static void info_memory(const k3_shape *s, const k3_plan *p) {
+    char one[32], all[32], trunk[32], state[32], cache[32], least[32];
     printf("experts      %llu x %s = %s\n", (unsigned long long)expert_count(s),
            fmt_bytes(one, s->expert_bytes), fmt_bytes(all, s->expert_bytes * expert_count(s)));
     printf("trunk        %s\n", fmt_bytes(trunk, s->trunk_bytes));
     printf("one context  %s of state + %llu positions x %llu B = %s of cache\n",
-           fmt_bytes(state, s->state_bytes), (unsigned long long)context,
-           (unsigned long long)s->pos_bytes, fmt_bytes(cache, cache_bytes));
-    printf("needs        %s for trunk and context, before scratch and experts\n",
-           fmt_bytes(sum, s->trunk_bytes + s->state_bytes + cache_bytes));
+           fmt_bytes(state, s->state_bytes), (unsigned long long)p->context,
+           (unsigned long long)s->pos_bytes, fmt_bytes(cache, s->pos_bytes * p->context));
+    printf("needs        %s at least; `k3 plan` says what more is good for\n",
+           fmt_bytes(least, p->floor_bytes));
+}
+
+/* The names alone, for scripts. */
+static int info_kernels_list(void) {
+    bool is_first = true;
+    for (const char *const *name = k3_kernels_linked(); *name; name++) {
+        if (!k3_kernels_is_supported(*name)) continue;
+        printf("%s%s", is_first ? "" : " ", *name);
+        is_first = false;
+    }
+    puts("");
+    return DONE;
 }
 
 static int cmd_info(const cli_args *a) {
     k3_engine *e = NULL;
     console con;
     const char *dir;
+    if (a->kernels_list) return info_kernels_list();
     console_init(&con, a);
     int rc = model_find(a, &dir);
-    if (rc == DONE) rc = engine_open(&e, a, dir, true, &con);
+    if (rc == DONE) rc = engine_open_headers(&e, a, dir, &con);
     if (rc != DONE) return rc;
-    const k3_shape *s = k3_engine_shape(e);
-    uint64_t context = a->context                          ? a->context
-                       : s->max_position < DEFAULT_CONTEXT ? s->max_position
-                                                           : DEFAULT_CONTEXT;
     printf("model        %s\n", dir);
-    info_geometry(s);
-    info_memory(s, context);
+    info_geometry(k3_engine_shape(e));
+    info_memory(k3_engine_shape(e), k3_engine_plan(e));
     printf("kernels      ");
     for (const char *const *name = k3_kernels_linked(); *name; name++)
         printf("%s%s ", *name, k3_kernels_is_supported(*name) ? "" : " (not on this CPU)");
@@ -1949,7 +2376,9 @@ static const cli_command COMMAND[] = {
      "  k3 tokenize --decode --ids 343,336,327,444,1489,311\n"},
     {"bench", BENCH, NULL, cmd_bench, "speeds and hashes as a table (TSV)", "k3 bench [options]",
      "Runs each prompt from an empty context and prints a row: ids a second in and out, ids_fnv,\n"
-     "logits_fnv, settings. The `# total` row hashes the logits_fnv of all rows.\n",
+     "logits_fnv, settings; then, a mean of the repeats, bytes read and seconds waited for them,\n"
+     "the share of experts in memory when wanted and of guesses used, bytes read in vain. Slots\n"
+     "stay filled between prompts. The `# total` row hashes the logits_fnv of all rows.\n",
      "  k3 bench --threads 4 --repeats 3\n"
      "  k3 bench --expect $(k3 bench -q --kernels ref | awk -F'\\t' '/^# total/ {print $7}')\n"
      "  k3 bench --kernels-only --threads 8\n"},
@@ -1959,6 +2388,13 @@ static const cli_command COMMAND[] = {
      "finite values. Worth its time after a download.\n",
      "  k3 verify --model /data/Kimi-K3\n"
      "  k3 verify --model /data/Kimi-K3 --golden\n"},
+    {"plan", PLAN, NULL, cmd_plan, "where a memory budget goes, what a token then reads",
+     "k3 plan [options]",
+     "Reads headers only. Divides --ram as run and bench do, and says what is read for each token\n"
+     "and how long that takes. A budget below the floor exits 4 and shows the split at the floor;\n"
+     "the floor grows with --context, --threads and, when it is given, --chunk.\n",
+     "  k3 plan --model /data/Kimi-K3 --ram 64G --context 32768\n"
+     "  k3 plan --model /data/Kimi-K3 --ram 8G --disk 6.3\n"},
     {"info", INFO, NULL, cmd_info, "geometry, sizes, kernels, memory a context needs",
      "k3 info [options]", "Reads headers only, no weights.\n",
      "  k3 info --model /data/Kimi-K3 --context 131072\n"},
@@ -2060,7 +2496,7 @@ static int dispatch(int argc, char **argv) {
     bool wants_help = false;
     const char *name = argc > 1 ? argv[1] : NULL;
     if (!name) {
-        fputs("usage: k3 run | tokenize | bench | verify | info | help [options]\n"
+        fputs("usage: k3 run | tokenize | bench | verify | plan | info | help [options]\n"
               "try:   k3 run \"The capital of France is\"     or: k3 help\n",
               stderr);
         return FAIL_USAGE;
