@@ -2052,6 +2052,7 @@ typedef struct {
 
 #define STREAM_LIVE 64
 #define PIECE_BYTES (8u << 20) /* a streamed piece, about */
+#define PIECE_ROWS  96         /* its rows are a multiple of ROW_TILE */
 
 typedef struct {
     piece *pieces; /* [n_pieces] in order of use; the head's after n_body */
@@ -2274,12 +2275,12 @@ static const enum tensor ORDER_MOE[] = {T_ROUTER, T_LAT_DOWN, T_SH_GATE, T_SH_UP
 static uint64_t tensor_rows(const model *m, int t) { return m->dims[TENSOR[t].dims[0]]; }
 static uint64_t tensor_cols(const model *m, int t) { return m->dims[TENSOR[t].dims[1]]; }
 
-/* Rows per piece: whole packed groups of rows, about PIECE_BYTES. kv_b is used whole. */
+/* Rows per piece: whole tiles, about PIECE_BYTES. kv_b is used whole. */
 static uint64_t piece_rows(const model *m, int t) {
     uint64_t rows = tensor_rows(m, t), n = PIECE_BYTES / (tensor_cols(m, t) * sizeof(uint16_t));
     if (t == T_KV_B) return rows;
-    n = n / K3_GROUP * K3_GROUP;
-    if (n < K3_GROUP) n = K3_GROUP;
+    n = n / PIECE_ROWS * PIECE_ROWS;
+    if (n < PIECE_ROWS) n = PIECE_ROWS;
     return n < rows ? n : rows;
 }
 
@@ -2945,7 +2946,8 @@ static int disk_choose(k3_engine *e, k3_error *err) {
  * sublayer share one arena. `packed` is the layout of kernels.h. Everything that has a row per
  * position is split over threads by position, every matrix by output rows, attention by heads.
  */
-#define ROW_TILE  32   /* output rows a thread takes at a time: one packed group */
+#define ROW_TILE  96   /* output rows a thread takes at a time: three packed groups, and a
+                          multiple of the 6 rows that the kernels keep in flight     */
 #define KDA_TILE  32   /* positions whose q, k, v, a of one head are held at once */
 #define MLA_BLOCK 256  /* positions per softmax block (NUMERICS 3)               */
 #define MLA_TOK   8    /* positions x heads whose queries share a pass over the cache */
@@ -3660,23 +3662,25 @@ static uint32_t experts_sort(step *st) {
     return n;
 }
 
+/* Rows of the tile that begins at `row`. */
+static size_t tile_rows(size_t row, size_t n_rows) {
+    return n_rows - row < ROW_TILE ? n_rows - row : ROW_TILE;
+}
+
 /* h = SiTU(w1 z, w3 z) for one tile of rows of one expert, packed as w2's input. */
 static void expert_inner(const step *st, const routed *r, size_t row, float *local) {
     const k3_shape *sh = &st->e->sh;
     const moe_bufs *m = &st->b->moe;
-    size_t lat = sh->latent, n = r->n;
+    size_t lat = sh->latent, n = r->n, rows = tile_rows(row, sh->expert_inter);
     const float *z = st->T == 1 ? m->zp : m->zpair + r->at * lat;
-    float *g = local, *u = local + n * ROW_TILE;
+    float *g = local, *u = local + n * rows, *h = m->hpair + r->at * (size_t)sh->expert_inter;
     const uint8_t *const *w = r->view.p;
-    st->k->matmul_mxfp4(g, ROW_TILE, w[W1_PACKED] + row * (lat / 2), w[W1_SCALE] + row * (lat / K3_GROUP),
-                        ROW_TILE, lat, z, n);
-    st->k->matmul_mxfp4(u, ROW_TILE, w[W3_PACKED] + row * (lat / 2), w[W3_SCALE] + row * (lat / K3_GROUP),
-                        ROW_TILE, lat, z, n);
-    st->k->situ(g, g, u, sh->situ_beta, sh->situ_linear_beta, n * ROW_TILE);
-    for (size_t j = 0; j < n; j++) {
-        float *to = m->hpair + r->at * (size_t)sh->expert_inter + k3_xp_group(sh->expert_inter, n, j, row / K3_GROUP);
-        for (size_t i = 0; i < ROW_TILE; i++) to[k3_xp_lane(i)] = g[j * ROW_TILE + i];
-    }
+    st->k->matmul_mxfp4(g, rows, w[W1_PACKED] + row * (lat / 2), w[W1_SCALE] + row * (lat / K3_GROUP), rows, lat, z, n);
+    st->k->matmul_mxfp4(u, rows, w[W3_PACKED] + row * (lat / 2), w[W3_SCALE] + row * (lat / K3_GROUP), rows, lat, z, n);
+    st->k->situ(g, g, u, sh->situ_beta, sh->situ_linear_beta, n * rows);
+    for (size_t j = 0; j < n; j++)
+        for (size_t i = 0; i < rows; i++)
+            h[k3_xp_group(sh->expert_inter, n, j, (row + i) / K3_GROUP) + k3_xp_lane(i % K3_GROUP)] = g[j * rows + i];
 }
 
 /* Q += q40(w * (w2 h)) for one tile of rows of one expert. Returns the row of the first term that
@@ -3684,15 +3688,15 @@ static void expert_inner(const step *st, const routed *r, size_t row, float *loc
 static int64_t expert_outer(const step *st, const routed *r, size_t row, float *local) {
     const k3_shape *sh = &st->e->sh;
     const moe_bufs *m = &st->b->moe;
-    size_t inter = sh->expert_inter, n = r->n;
+    size_t inter = sh->expert_inter, n = r->n, rows = tile_rows(row, sh->latent);
     const uint8_t *const *w = r->view.p;
-    st->k->matmul_mxfp4(local, ROW_TILE, w[W2_PACKED] + row * (inter / 2), w[W2_SCALE] + row * (inter / K3_GROUP),
-                        ROW_TILE, inter, m->hpair + r->at * inter, n);
+    st->k->matmul_mxfp4(local, rows, w[W2_PACKED] + row * (inter / 2), w[W2_SCALE] + row * (inter / K3_GROUP), rows,
+                        inter, m->hpair + r->at * inter, n);
     for (size_t j = 0; j < n; j++) {
         uint32_t pair = r->first + (uint32_t)j;
-        size_t bad = st->k->add_q40(m->Q + st->b->pair_t[pair] * (size_t)sh->latent + row, local + j * ROW_TILE,
-                                    st->b->pair_w[pair], ROW_TILE);
-        if (bad < ROW_TILE) return (int64_t)(row + bad);
+        size_t bad = st->k->add_q40(m->Q + st->b->pair_t[pair] * (size_t)sh->latent + row, local + j * rows,
+                                    st->b->pair_w[pair], rows);
+        if (bad < rows) return (int64_t)(row + bad);
     }
     return -1;
 }
@@ -3717,7 +3721,7 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
     uint32_t bad_e = UINT32_MAX;
     int64_t bad_row = -1;
     experts_gather(st, n_batch);
-    size_t n_inner = (size_t)sh->expert_inter / ROW_TILE * n_batch; /* tile-major: even load */
+    size_t n_inner = (sh->expert_inter + ROW_TILE - 1) / ROW_TILE * (size_t)n_batch; /* tile-major: even load */
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
     for (size_t i = 0; i < n_inner; i++) {
         fp_default();
@@ -3725,7 +3729,7 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
                      b->local + (size_t)thread_index() * b->local_floats);
     }
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
-    for (size_t i = 0; i < sh->latent / ROW_TILE; i++) {
+    for (size_t i = 0; i < (sh->latent + ROW_TILE - 1) / ROW_TILE; i++) {
         fp_default();
         for (uint32_t x = 0; x < n_batch; x++) {
             const routed *r = b->batch[x];

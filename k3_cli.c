@@ -1757,7 +1757,7 @@ static int bench_all(bench_state *b, uint64_t *logits_fnv) {
  * hash of the outputs must be the same in every set. */
 
 #define BENCH_REPS 5
-#define BENCH_TILE 64                  /* rows of one kernel call, as in the engine          */
+#define BENCH_TILE 96                  /* rows of one kernel call, as in the engine          */
 #define BENCH_HASH_ROWS 256            /* rows under the hash; all that "ref" runs           */
 #define BENCH_POOL_BYTES (1400u << 20) /* weights: several times the largest cache           */
 #define BENCH_READ_BYTES ((size_t)128 << 20)
