@@ -183,28 +183,37 @@ static int thread_index(void) {
  */
 typedef struct {
     uint64_t limit, used;
-    int why; /* status of the last refusal */
+    int why;              /* status of the last refusal                    */
+    pthread_mutex_t *lock; /* sessions come and go on any thread; may be NULL */
 } ledger;
+
+static void ledger_lock(const ledger *l) {
+    if (l->lock) pthread_mutex_lock(l->lock);
+}
+
+static void ledger_unlock(const ledger *l) {
+    if (l->lock) pthread_mutex_unlock(l->lock);
+}
 
 /* Blocks are page-aligned. NULL, a filled `err` and `why` when the budget or the system says
  * no; `what` names the use. */
 static void *ledger_take(ledger *l, uint64_t n_bytes, const char *what, k3_error *err) {
+    void *p = NULL;
     if (n_bytes == 0) n_bytes = 1;
+    ledger_lock(l);
     if (n_bytes > l->limit || l->used > l->limit - n_bytes) {
         l->why = fail(err, K3_EBUDGET,
-             "%s: %llu bytes needed, %llu of the budget of %llu taken; give at least %llu with --ram",
-             what, (unsigned long long)n_bytes, (unsigned long long)l->used,
-             (unsigned long long)l->limit, (unsigned long long)(l->used + n_bytes));
-        return NULL;
+                      "%s: %llu bytes needed, %llu of the budget of %llu taken; give at least %llu with --ram",
+                      what, (unsigned long long)n_bytes, (unsigned long long)l->used,
+                      (unsigned long long)l->limit, (unsigned long long)(l->used + n_bytes));
+    } else if ((p = mmap(NULL, (size_t)n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+                         0)) == MAP_FAILED) {
+        p = NULL;
+        l->why = fail(err, K3_ENOMEM, "%s: %llu bytes: %s", what, (unsigned long long)n_bytes, strerror(errno));
+    } else {
+        l->used += n_bytes;
     }
-    void *p = mmap(NULL, (size_t)n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                   -1, 0);
-    if (p == MAP_FAILED) {
-        l->why = fail(err, K3_ENOMEM, "%s: %llu bytes: %s", what, (unsigned long long)n_bytes,
-             strerror(errno));
-        return NULL;
-    }
-    l->used += n_bytes;
+    ledger_unlock(l);
     return p;
 }
 
@@ -212,7 +221,9 @@ static void ledger_give(ledger *l, void *p, uint64_t n_bytes) {
     if (!p) return;
     if (n_bytes == 0) n_bytes = 1;
     munmap(p, (size_t)n_bytes);
+    ledger_lock(l);
     l->used -= n_bytes;
+    ledger_unlock(l);
 }
 
 /* The first number after `key` in a small text file, or `otherwise`. */
@@ -229,17 +240,52 @@ static uint64_t read_number(const char *path, const char *key, uint64_t otherwis
     return is_found ? v : otherwise;
 }
 
-/* What this process may still take: MemAvailable or the cgroup's limit, whichever is less,
- * less a margin of 1/16 for the rest of the system. */
-static uint64_t budget_default(void) {
-    uint64_t free_kib = read_number("/proc/meminfo", "MemAvailable:", 4u << 20);
-    uint64_t bytes = free_kib * 1024;
-    uint64_t cap = read_number("/sys/fs/cgroup/memory.max", "", UINT64_MAX);
-    uint64_t taken = read_number("/sys/fs/cgroup/memory.current", "", 0);
-    if (cap != UINT64_MAX) {
-        uint64_t left = cap > taken ? cap - taken : 0;
-        if (left < bytes) bytes = left;
+/* What one control group still allows, reclaimable page cache not counted as taken. */
+static uint64_t cgroup_left(const char *dir, const char *max_name, const char *now_name, const char *cache_key) {
+    char path[4400];
+    snprintf(path, sizeof path, "%s/%s", dir, max_name);
+    uint64_t cap = read_number(path, "", UINT64_MAX);
+    if (cap == UINT64_MAX) return UINT64_MAX;
+    snprintf(path, sizeof path, "%s/%s", dir, now_name);
+    uint64_t taken = read_number(path, "", 0);
+    snprintf(path, sizeof path, "%s/memory.stat", dir);
+    uint64_t cache = read_number(path, cache_key, 0);
+    taken = taken > cache ? taken - cache : 0;
+    return cap > taken ? cap - taken : 0;
+}
+
+/* The tightest of this process's memory control groups and their parents, version 2 or 1. */
+static uint64_t cgroups_left(void) {
+    char line[4096], dir[4200];
+    uint64_t left = UINT64_MAX;
+    FILE *f = fopen("/proc/self/cgroup", "r");
+    while (f && fgets(line, sizeof line, f)) {
+        line[strcspn(line, "\n")] = 0;
+        char *controllers = strchr(line, ':'), *path = controllers ? strchr(controllers + 1, ':') : NULL;
+        if (!path) continue;
+        *path++ = 0;
+        bool is_v2 = controllers[1] == 0;
+        if (!is_v2 && !strstr(controllers + 1, "memory")) continue;
+        for (;;) {
+            snprintf(dir, sizeof dir, "/sys/fs/cgroup%s%s", is_v2 ? "" : "/memory", path);
+            uint64_t here = is_v2 ? cgroup_left(dir, "memory.max", "memory.current", "inactive_file ")
+                                  : cgroup_left(dir, "memory.limit_in_bytes", "memory.usage_in_bytes",
+                                                "total_inactive_file ");
+            if (here < left) left = here;
+            char *up = strrchr(path, '/');
+            if (!up) break;
+            *up = 0; /* the root is the empty path */
+        }
     }
+    if (f) fclose(f);
+    return left;
+}
+
+/* What this process may still take: MemAvailable or what its control groups leave, whichever is
+ * less, less a margin of 1/16 for the rest of the system. */
+static uint64_t budget_default(void) {
+    uint64_t bytes = read_number("/proc/meminfo", "MemAvailable:", 4u << 20) * 1024, left = cgroups_left();
+    if (left < bytes) bytes = left;
     return bytes - bytes / 16;
 }
 
@@ -1386,11 +1432,11 @@ static int header_entries(model *m, const k3_shape *sh, uint16_t i_shard, const 
 #define HEADER_MAX_BYTES 100000000u /* the safetensors format's own limit */
 
 /* Read exactly n bytes. Interrupted and partial reads go on; the end of the file is an error. */
-static int read_exact(const shard *s, void *to, uint64_t n, uint64_t offset, k3_error *err) {
+static int read_copy(const shard *s, int copy, void *to, uint64_t n, uint64_t offset, k3_error *err) {
     uint8_t *p = to;
     while (n > 0) {
         size_t step = n < (1u << 30) ? (size_t)n : 1u << 30;
-        ssize_t got = pread(s->fd[0], p, step, (off_t)offset);
+        ssize_t got = pread(s->fd[copy], p, step, (off_t)offset);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0)
             return fail(err, K3_EIO, "%s: read of %llu bytes at offset 0x%llx: %s", s->name,
@@ -1403,6 +1449,14 @@ static int read_exact(const shard *s, void *to, uint64_t n, uint64_t offset, k3_
         offset += (uint64_t)got;
     }
     return 0;
+}
+
+/* The same from the first copy that can. */
+static int read_exact(const shard *s, void *to, uint64_t n, uint64_t offset, k3_error *err) {
+    int rc = K3_EIO;
+    for (int c = 0; rc < 0 && c < K3_MAX_COPIES; c++)
+        if (s->fd[c] >= 0) rc = read_copy(s, c, to, n, offset, err);
+    return rc;
 }
 
 static int header_read(model *m, const k3_shape *sh, uint16_t i_shard, k3_error *err) {
@@ -1659,6 +1713,7 @@ typedef struct io_req {
     uint64_t sum;       /* XXH3 of the n bytes, if has_sum           */
     uint16_t i_shard;
     bool has_sum;
+    uint8_t tried;      /* copies that failed it, by bit             */
     enum io_state state;
     enum io_urgency urgency;
     int i_copy, n_tries;
@@ -1718,8 +1773,9 @@ static int io_choose_copy(const disk *d, const io_req *r) {
     for (int i = 0; i < d->n_copies; i++) {
         const io_copy *c = &d->copies[i];
         double ns = (double)(c->queued + r->n) * c->ns_per_byte;
-        if (c->is_dead || d->shards[r->i_shard].fd[i] < 0) continue;
-        if (best < 0 || ns < best_ns) {
+        if (r->tried >> i & 1 || d->shards[r->i_shard].fd[i] < 0) continue;
+        bool is_best_dead = best >= 0 && d->copies[best].is_dead;
+        if (best < 0 || (c->is_dead == is_best_dead ? ns < best_ns : is_best_dead)) {
             best = i;
             best_ns = ns;
         }
@@ -1759,13 +1815,17 @@ static void io_finish(disk *d, io_req *r, enum io_state state) {
 
 /* The most urgent request, begun; NULL when there is none or the depth is reached. */
 static io_req *io_pop(disk *d) {
-    for (int u = 0; u < N_URGENCIES && d->n_busy < d->depth; u++) {
+    for (int u = 0; u < N_URGENCIES && d->n_busy < d->depth;) {
         io_req *r = d->first[u];
-        if (!r) continue;
+        if (!r) {
+            u++;
+            continue;
+        }
         io_unlink(d, r);
         r->state = IO_BUSY;
         r->got = 0;
         r->n_tries = 0;
+        r->tried = 0;
         r->why = 0;
         r->start_ns = now_ns();
         r->i_copy = io_choose_copy(d, r);
@@ -1786,7 +1846,8 @@ static bool io_next_copy(disk *d, io_req *r) {
     io_copy *c = &d->copies[r->i_copy];
     c->queued -= r->n;
     if (d->n_copies > 1) c->is_dead = true;
-    int i = d->n_copies > 1 ? io_choose_copy(d, r) : -1;
+    r->tried |= (uint8_t)(1u << r->i_copy);
+    int i = io_choose_copy(d, r);
     if (i < 0) return false;
     r->i_copy = i;
     r->n_tries = 0;
@@ -1808,12 +1869,14 @@ static void io_done(disk *d, io_req *r) {
  * over. */
 static bool io_advance(disk *d, io_req *r, ssize_t res) {
     uint64_t need = r->offset + r->n - io_base(r);
+    uint64_t before = r->got;
     bool is_going_on = false;
     if (res == -EINTR || res == -EAGAIN) return false;
     if (res > 0) r->got += (uint64_t)res;
     if (res > 0 && r->got < need) {
         if (d->is_direct) r->got = r->got / IO_ALIGN * IO_ALIGN;
-        return false;
+        if (r->got > before) return false;
+        res = 0; /* less than a block: the file ends inside it */
     }
     r->at = r->to + (r->offset - io_base(r));
     if (res > 0 && (!r->has_sum || XXH3_64bits(r->at, (size_t)r->n) == r->sum)) {
@@ -2110,7 +2173,7 @@ struct k3_engine {
     store store;
     k3_plan plan;
     struct scratch *scratch; /* one step at a time uses it */
-    pthread_mutex_t step;
+    pthread_mutex_t step, money; /* the latter guards the ledger */
     k3_stats stats;
 };
 
@@ -2123,13 +2186,20 @@ static int engine_read(k3_engine *e, uint16_t i_shard, void *to, uint64_t n, uin
 
 static int engine_progress(k3_engine *e, k3_phase phase, uint64_t done, uint64_t total, int il,
                            k3_error *err) {
+    bool is_new[K3_MAX_COPIES] = {false};
+    if (e->io.read) pthread_mutex_lock(&e->io.lock);
     k3_progress p = {phase, done, total, il, e->stats.read_bytes + e->io.read_bytes};
     for (int i = 0; i < e->io.n_copies; i++) { /* said here, not by the thread that saw it */
         io_copy *c = &e->io.copies[i];
-        if (!c->is_dead || c->is_told) continue;
-        c->is_told = true;
+        is_new[i] = c->is_dead && !c->is_told;
+        if (is_new[i]) c->is_told = true;
+    }
+    if (e->io.read) pthread_mutex_unlock(&e->io.lock);
+    for (int i = 0; i < e->io.n_copies; i++) {
+        io_copy *c = &e->io.copies[i];
+        if (!is_new[i]) continue;
         char line[4200];
-        snprintf(line, sizeof line, "%s: reads fail; it is not used any more", c->dir);
+        snprintf(line, sizeof line, "%s: reads fail; it is used only where no other copy is left", c->dir);
         if (e->opt.note) e->opt.note(e->opt.user, line);
     }
     if (e->opt.progress && e->opt.progress(e->opt.user, &p))
@@ -2663,6 +2733,10 @@ static void store_recover(k3_engine *e) {
         if (s->state == SLOT_READING && !s->is_doomed) store_drop(e, s);
     }
     st->n_guess = 0;
+    for (uint32_t il = e->sh.n_dense; st->n_slots > 0 && il < e->sh.n_layers; il++) {
+        uint32_t *held = &st->n_held[il - e->sh.n_dense];
+        for (slot *s; *held > st->quota && (s = store_coldest(e, il)); (*held)--) store_drop(e, s);
+    }
 }
 
 static uint64_t store_meta_bytes(const k3_shape *sh, uint64_t n_slots) {
@@ -2757,9 +2831,9 @@ static void plan_divide(k3_engine *e, uint64_t left) {
     uint64_t all = matrices_bytes(e, false), n_all = n_moe * sh->n_experts;
     uint64_t staging = n_all < 2u * sh->top_k ? n_all : 2u * sh->top_k;
     uint64_t least = plan_ring_least(e), room = left > all ? (left - all) / per_slot : 0;
-    if (room >= n_all) {
+    if (left >= all && room >= n_all) {
         staging = 0; /* everything has its place */
-    } else if (room < staging && all > least + plan_pieces(e)) { /* some of the trunk is streamed */
+    } else if ((left < all || room < staging) && all > least + plan_pieces(e)) { /* some of the trunk is streamed */
         uint64_t ring = left / 16 < 256u << 20 ? left / 16 : 256u << 20;
         p->ring_bytes = round_up(ring > least ? ring : least, IO_ALIGN);
         uint64_t taken = p->ring_bytes + plan_pieces(e);
@@ -2789,6 +2863,9 @@ static int plan_make(k3_engine *e, k3_error *err) {
     if (p->context > sh->max_position)
         return fail(err, K3_EUSAGE, "context of %llu exceeds the model's maximum of %u positions",
                     (unsigned long long)p->context, sh->max_position);
+    if (sh->pos_bytes > 0 && p->context > (1ull << 60) / sh->pos_bytes)
+        return fail(err, K3_EMODEL, "config.json: a context of %llu positions needs more memory than there is",
+                    (unsigned long long)p->context);
     p->vector_bytes = matrices_bytes(e, true);
     p->state_bytes = sh->state_bytes;
     p->session_bytes = session_bytes(sh, p->context);
@@ -2817,6 +2894,25 @@ static int plan_make(k3_engine *e, k3_error *err) {
 
 #define PROBE_EXPERTS 8
 
+#define COPY_SAMPLES 32
+
+/* Is copy c of a shard the same file? Its head, with the header, and blocks spread to the very end are
+ * compared: a copy that stopped half-way, or of another revision, would give other bits. */
+static int disk_compare(const shard *s, int c, const char *path, k3_error *err) {
+    uint8_t a[IO_ALIGN], b[IO_ALIGN];
+    uint64_t n = s->size < IO_ALIGN ? s->size : IO_ALIGN;
+    for (int i = 0; i <= COPY_SAMPLES; i++) {
+        uint64_t offset = (s->size - n) / COPY_SAMPLES * (uint64_t)i;
+        if (i == COPY_SAMPLES) offset = s->size - n;
+        int rc;
+        if ((rc = read_copy(s, 0, a, n, offset, err)) < 0 || (rc = read_copy(s, c, b, n, offset, err)) < 0) return rc;
+        if (memcmp(a, b, (size_t)n) != 0)
+            return fail(err, K3_EMODEL, "%s differs from its original near offset 0x%llx: not a copy; copy it again", path,
+                        (unsigned long long)offset);
+    }
+    return 0;
+}
+
 /* Open what a directory has of the needed shards, plain and, where the file system can, direct. */
 static int disk_add_copy(k3_engine *e, const char *dir, k3_error *err) {
     disk *d = &e->io;
@@ -2840,6 +2936,8 @@ static int disk_add_copy(k3_engine *e, const char *dir, k3_error *err) {
         if (size != s->size)
             return fail(err, K3_EMODEL, "%s has %llu bytes, its original %llu: not a copy", path,
                         (unsigned long long)size, (unsigned long long)s->size);
+        int rc = c > 0 ? disk_compare(s, c, path, err) : 0;
+        if (rc < 0) return rc;
         s->fd_direct[c] = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT); /* -1: read it plainly */
         n_found++;
     }
@@ -4046,8 +4144,11 @@ static int forward(step *st, const uint32_t *ids, size_t n_rows, float *logits) 
  */
 uint32_t k3_sample_greedy(const float *logits, size_t vocab_size) {
     size_t best = 0;
+    uint64_t fp = fp_save();
+    fp_default(); /* subnormal logits are no ties */
     for (size_t i = 1; i < vocab_size; i++)
         if (logits[i] > logits[best]) best = i;
+    fp_restore(fp);
     return (uint32_t)best;
 }
 
@@ -4104,6 +4205,10 @@ uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size,
     size_t n = vocab_size;
     for (size_t i = 0; i < n; i++) c[i] = (candidate){logits[i] / sp->temperature, 0.0f, (uint32_t)i};
     qsort(c, n, sizeof *c, candidate_order);
+    if (!isfinite(c[0].l)) { /* so small a temperature that logits overflow: its limit is greedy */
+        fp_restore(fp);
+        return k3_sample_greedy(logits, vocab_size);
+    }
     if (sp->top_k > 0 && sp->top_k < n) n = sp->top_k;
     n = sample_cut(c, n, sp->top_p);
     qsort(c, n, sizeof *c, candidate_id_order);
@@ -4150,6 +4255,9 @@ int k3_session_new(k3_session **out, k3_engine *e, uint64_t context, k3_error *e
     if (context > sh->max_position)
         return fail(err, K3_EUSAGE, "context of %llu exceeds the model's maximum of %u positions",
                     (unsigned long long)context, sh->max_position);
+    if (sh->pos_bytes > 0 && context > (1ull << 60) / sh->pos_bytes)
+        return fail(err, K3_EBUDGET, "a context of %llu positions needs more memory than there is",
+                    (unsigned long long)context);
     k3_session *s = calloc(1, sizeof *s);
     if (!s || !(s->state = calloc(sh->n_layers, sizeof *s->state))) {
         free(s);
@@ -4346,6 +4454,8 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
         return fail(err, K3_EUSAGE, "threads is %d, outside 0..1024", o->n_threads);
     if (o->chunk < 0 || o->chunk > 4096)
         return fail(err, K3_EUSAGE, "chunk is %d, outside 0..4096", o->chunk);
+    if (o->io_depth < 0 || o->io_depth > IO_MAX_DEPTH)
+        return fail(err, K3_EUSAGE, "io depth is %d, outside 0..%d", o->io_depth, IO_MAX_DEPTH);
     if (!(o->eps_lora > 0.0f) || !isfinite(o->eps_lora))
         return fail(err, K3_EUSAGE, "lora eps must be a number above 0");
     if (!fma_is_exact())
@@ -4382,6 +4492,8 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
     uint64_t fp = fp_save();
     fp_default();
     pthread_mutex_init(&e->step, NULL);
+    pthread_mutex_init(&e->money, NULL);
+    e->mem.lock = &e->money;
     int rc = engine_setup(e, o, err);
     if (rc == 0) rc = shape_read(&e->sh, e->dir, o->eps_lora, err);
     if (rc == 0) rc = model_open(&e->files, &e->sh, &e->opt, &e->mem, err);
@@ -4390,10 +4502,12 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
     if (rc == 0) rc = disk_open(e, err);
     if (rc == 0) rc = engine_load(e, err);
     fp_restore(fp);
-    if (rc < 0)
+    if (rc < 0) {
         k3_engine_close(e);
-    else
+    } else {
+        if (err) err->text[0] = 0; /* a mirror without a shard, a mode that the probe could not have */
         *out = e;
+    }
     return rc;
 }
 
@@ -4409,6 +4523,7 @@ void k3_engine_close(k3_engine *e) {
     if (e->scratch) ledger_give(&e->mem, e->scratch->block, e->scratch->block_bytes);
     model_close(&e->files);
     pthread_mutex_destroy(&e->step);
+    pthread_mutex_destroy(&e->money);
     free(e->scratch);
     free(e->layers);
     free(e->dir);

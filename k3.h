@@ -98,8 +98,8 @@ typedef struct {
 
     /* Notes the caller may show, one line each (a tensor nobody knows, a fallback). */
     void (*note)(void *user, const char *line);
-    /* Called at most every few milliseconds of work; a non-zero return cancels it. A
-     * session whose step was cancelled or failed can only be freed. */
+    /* Called between layers and between pieces of loading; a non-zero return cancels the work.
+     * A session whose step was cancelled or failed can only be reset or freed. */
     int (*progress)(void *user, const k3_progress *p);
     void *user;
 } k3_options;
@@ -189,7 +189,7 @@ typedef enum { K3_ROWS_NONE, K3_ROWS_LAST, K3_ROWS_ALL } k3_rows;
  *         logits: f32[vocab_size] for K3_ROWS_LAST, f32[n][vocab_size] for
  *         K3_ROWS_ALL, ignored for K3_ROWS_NONE
  * Errors  K3_EUSAGE (n is 0, an id out of range: nothing was run); K3_EFULL (nothing
- *         was run); K3_EIO, K3_EMODEL, K3_ENUMERIC, K3_ECANCEL end the session */
+ *         was run); K3_EIO, K3_EMODEL, K3_ENUMERIC, K3_ECANCEL end the session until it is reset */
 int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, float *logits,
                     k3_error *err);
 

@@ -28,18 +28,22 @@
 #include "k3.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <json-c/json.h>
 #include <pcre2.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #define N_SPECIALS         256u
 #define NO_ID              UINT32_MAX
 #define TOKEN_MAX_BYTES    4096u       /* longest entry of K3 is far below               */
 #define SPECIAL_MAX_BYTES  256u        /* bounds the search for specials per position    */
-#define TEXT_FILE_MAX      (64u << 20) /* K3's is 2.8 MB                                 */
+#define RANKS_FILE_MAX     (64u << 20) /* K3's is 2.8 MB                                 */
+#define CONFIG_FILE_MAX    (256u << 10) /* K3's is 3.5 KB; json-c's tree is 260 times as large */
 #define CONFIG_MAX_DEPTH   32
 #define SLICE_CHARS        400000u
 #define RUN_CHARS          25000u
@@ -344,7 +348,7 @@ static int ranks_line(k3_tokenizer *t, const line_reader *r, k3_error *err) {
 /* Fill the vocabulary from the contents of tiktoken.model. n lines, all ranks below n and
  * none twice: so every rank is there. */
 static int ranks_parse(k3_tokenizer *t, const char *text, size_t n_bytes, k3_error *err) {
-    uint32_t n_ranks = 0; /* n_bytes <= TEXT_FILE_MAX, so neither count overflows */
+    uint32_t n_ranks = 0; /* n_bytes <= RANKS_FILE_MAX, so neither count overflows */
     size_t ranks_bytes = 0;
     line_reader count = {text, text + n_bytes, NULL, 0, 0}, r = count;
     while (line_next(&count)) {
@@ -773,27 +777,43 @@ int64_t k3_encode(k3_tokenizer *t, const char *text, size_t n_bytes, k3_text_mod
 
 /* ---- Opening -------------------------------------------------------------------- */
 
-/* Read a whole file of the model directory. An absent one is no error: *text is NULL. */
-static int file_read(const char *dir, const char *name, char **text, size_t *n_bytes,
-                     k3_error *err) {
-    int rc = K3_OK;
-    size_t n_path = strlen(dir) + strlen(name) + 2, n = 0, cap = 0;
-    char *path = malloc(n_path), *buffer = NULL;
-    FILE *f = NULL;
-    *text = NULL;
-    *n_bytes = 0;
+/* Open a regular file of the model directory; a FIFO is refused, not waited for. An absent one is
+ * no error: *f is NULL. */
+static int file_open(const char *dir, const char *name, FILE **f, k3_error *err) {
+    size_t n_path = strlen(dir) + strlen(name) + 2;
+    char *path = malloc(n_path);
+    struct stat st;
+    *f = NULL;
     if (!path)
         return text_fail_memory(err, name);
     snprintf(path, n_path, "%s/%s", dir, name);
-    f = fopen(path, "rb");
-    if (!f) {
-        if (errno != ENOENT && errno != ENOTDIR)
-            rc = text_fail(err, K3_EIO, "%s: %s (in %s)", name, strerror(errno), dir);
-        goto done;
-    }
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK), why = errno;
+    free(path);
+    if (fd < 0)
+        return why == ENOENT || why == ENOTDIR
+                   ? K3_OK
+                   : text_fail(err, K3_EIO, "%s: %s (in %s)", name, strerror(why), dir);
+    if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && (*f = fdopen(fd, "rb")) != NULL)
+        return K3_OK;
+    close(fd);
+    return text_fail(err, K3_EIO, "%s: not a regular file (in %s)", name, dir);
+}
+
+/* Read a whole file of at most max_bytes. An absent one is no error: *text is NULL. */
+static int file_read(const char *dir, const char *name, size_t max_bytes, char **text,
+                     size_t *n_bytes, k3_error *err) {
+    size_t n = 0, cap = 0;
+    char *buffer = NULL;
+    FILE *f;
+    *text = NULL;
+    *n_bytes = 0;
+    int rc = file_open(dir, name, &f, err);
+    if (!f)
+        return rc;
     for (size_t got = 1; got > 0; n += got) {
-        if (n > TEXT_FILE_MAX) {
-            rc = text_fail(err, K3_EMODEL, "%s: larger than %u MiB", name, TEXT_FILE_MAX >> 20);
+        if (n > max_bytes) {
+            rc = text_fail(err, K3_EMODEL, "%s: larger than the %zu bytes it can sensibly have", name,
+                           max_bytes);
             goto done;
         }
         if (n == cap) {
@@ -815,10 +835,8 @@ static int file_read(const char *dir, const char *name, char **text, size_t *n_b
     *n_bytes = n;
     buffer = NULL;
 done:
-    if (f)
-        fclose(f);
+    fclose(f);
     free(buffer);
-    free(path);
     return rc;
 }
 
@@ -859,13 +877,13 @@ int k3_tokenizer_open(k3_tokenizer **out, const char *model_dir, k3_error *err) 
     *out = NULL;
     if (err)
         err->text[0] = '\0';
-    int rc = file_read(model_dir, RANKS_FILE, &ranks, &n_ranks_bytes, err);
+    int rc = file_read(model_dir, RANKS_FILE, RANKS_FILE_MAX, &ranks, &n_ranks_bytes, err);
     if (rc == K3_OK && !ranks)
         rc = text_fail(err, K3_EMODEL,
                        "%s: not in %s; put the file of the model's release there", RANKS_FILE,
                        model_dir);
     if (rc == K3_OK)
-        rc = file_read(model_dir, CONFIG_FILE, &config, &n_config_bytes, err);
+        rc = file_read(model_dir, CONFIG_FILE, CONFIG_FILE_MAX, &config, &n_config_bytes, err);
     if (rc == K3_OK)
         rc = tokenizer_build(out, ranks, n_ranks_bytes, config, n_config_bytes, err);
     free(ranks);

@@ -13,7 +13,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 static k3_shape sh;
 static k3_options opt;
-static ledger mem = {64u << 20, 0, 0};
+static ledger mem = {.limit = 64u << 20};
 static model m;
 static uint64_t n_notes, n_places;
 

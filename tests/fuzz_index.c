@@ -27,7 +27,7 @@ static void check_shards(const model *m) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     k3_error err = {""};
-    ledger mem = {1u << 20, 0, 0};
+    ledger mem = {.limit = 1u << 20};
     model m = {.dir = "fuzz", .mem = &mem};
     uint8_t *copy = malloc(size + 1);
     FILE *f = copy && size ? fmemopen(copy, size, "r") : NULL;

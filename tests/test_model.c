@@ -210,7 +210,7 @@ static void test_real_index(void) {
     char line[512];
     unsigned long long total = 0;
     uint64_t n_text = 0, n_vision = 0, n_expected = 0;
-    ledger mem = {1u << 30, 0, 0};
+    ledger mem = {.limit = 1u << 30};
     shard none = {.name = (char *)"the index", .fd = {-1}};
     model m;
     table_new(&m, &mem);
