@@ -77,6 +77,7 @@ TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t
         for (int r = 0; r < R; r++) {
             const uint16_t *p = w + (size_t)r * ldw + i;
             _mm_prefetch((const char *)p + BF16_AHEAD, _MM_HINT_T0);
+            _mm_prefetch((const char *)p + BF16_AHEAD + 8192, _MM_HINT_T1);
             __m512i v = _mm512_loadu_si512(p);
             acc[r] = _mm512_fmadd_ps(bf16_even(v), even, acc[r]);
             acc[r] = _mm512_fmadd_ps(bf16_odd(v), odd, acc[r]);
