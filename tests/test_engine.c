@@ -457,7 +457,7 @@ static void test_sessions(void) {
 
 /* Misuse is refused before anything is run, and the session goes on. */
 static void test_misuse(void) {
-    uint32_t ids[MAX_IDS], big = 2048, out[32];
+    uint32_t ids[MAX_IDS] = {0}, big = 2048, out[32];
     size_t n = golden_prompt(0, ids);
     k3_error err;
     hashes want, got;
