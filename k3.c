@@ -6,7 +6,7 @@
  *    3  Shape: config.json, nothing defaulted
  *    4  Reference kernels (the definition of the bits) and the picker
  *    5  Model files: which tensor lies where
- *    6  Trunk and expert store
+ *    6  Disk, trunk, experts: the bytes, and the plan that divides the budget
  * What one token does
  *    8  Embedding and norms          (7, text to ids, is k3_text.c)
  *    9  KDA and MLA
@@ -101,15 +101,16 @@ static int fail_in(k3_error *err, int status, const char *fmt, ...) {
     vsnprintf(what, sizeof what, fmt, ap);
     va_end(ap);
     k3_error cause = *err;
-    snprintf(err->text, sizeof err->text, "%s: %.*s", what, (int)(sizeof err->text - sizeof what - 3),
-             cause.text);
+    snprintf(err->text, sizeof err->text, "%s: %.*s", what,
+             (int)(sizeof err->text - sizeof what - 3), cause.text);
     return status;
 }
 
 const char *k3_status_name(int status) {
-    static const char *const name[] = {
-        "ok",           "I/O error",     "out of memory",   "bad argument",    "model refused",
-        "budget too small", "check failed", "context full", "cancelled", "numeric error"};
+    static const char *const name[] = {"ok",           "I/O error",     "out of memory",
+                                       "bad argument", "model refused", "budget too small",
+                                       "check failed", "context full",  "cancelled",
+                                       "numeric error"};
     int i = status >= 0 ? 0 : -status;
     return i < (int)(sizeof name / sizeof *name) ? name[i] : "unknown status";
 }
@@ -183,7 +184,7 @@ static int thread_index(void) {
  */
 typedef struct {
     uint64_t limit, used;
-    int why;              /* status of the last refusal                    */
+    int why;               /* status of the last refusal                    */
     pthread_mutex_t *lock; /* sessions come and go on any thread; may be NULL */
 } ledger;
 
@@ -203,13 +204,15 @@ static void *ledger_take(ledger *l, uint64_t n_bytes, const char *what, k3_error
     ledger_lock(l);
     if (n_bytes > l->limit || l->used > l->limit - n_bytes) {
         l->why = fail(err, K3_EBUDGET,
-                      "%s: %llu bytes needed, %llu of the budget of %llu taken; give at least %llu with --ram",
+                      "%s: %llu bytes needed, %llu of the budget of %llu taken; give at least %llu "
+                      "with --ram",
                       what, (unsigned long long)n_bytes, (unsigned long long)l->used,
                       (unsigned long long)l->limit, (unsigned long long)(l->used + n_bytes));
-    } else if ((p = mmap(NULL, (size_t)n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
-                         0)) == MAP_FAILED) {
+    } else if ((p = mmap(NULL, (size_t)n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                         -1, 0)) == MAP_FAILED) {
         p = NULL;
-        l->why = fail(err, K3_ENOMEM, "%s: %llu bytes: %s", what, (unsigned long long)n_bytes, strerror(errno));
+        l->why = fail(err, K3_ENOMEM, "%s: %llu bytes: %s", what, (unsigned long long)n_bytes,
+                      strerror(errno));
     } else {
         l->used += n_bytes;
     }
@@ -241,7 +244,8 @@ static uint64_t read_number(const char *path, const char *key, uint64_t otherwis
 }
 
 /* What one control group still allows, reclaimable page cache not counted as taken. */
-static uint64_t cgroup_left(const char *dir, const char *max_name, const char *now_name, const char *cache_key) {
+static uint64_t cgroup_left(const char *dir, const char *max_name, const char *now_name,
+                            const char *cache_key) {
     char path[4400];
     snprintf(path, sizeof path, "%s/%s", dir, max_name);
     uint64_t cap = read_number(path, "", UINT64_MAX);
@@ -261,16 +265,18 @@ static uint64_t cgroups_left(void) {
     FILE *f = fopen("/proc/self/cgroup", "r");
     while (f && fgets(line, sizeof line, f)) {
         line[strcspn(line, "\n")] = 0;
-        char *controllers = strchr(line, ':'), *path = controllers ? strchr(controllers + 1, ':') : NULL;
+        char *controllers = strchr(line, ':'),
+             *path = controllers ? strchr(controllers + 1, ':') : NULL;
         if (!path) continue;
         *path++ = 0;
         bool is_v2 = controllers[1] == 0;
         if (!is_v2 && !strstr(controllers + 1, "memory")) continue;
         for (;;) {
             snprintf(dir, sizeof dir, "/sys/fs/cgroup%s%s", is_v2 ? "" : "/memory", path);
-            uint64_t here = is_v2 ? cgroup_left(dir, "memory.max", "memory.current", "inactive_file ")
-                                  : cgroup_left(dir, "memory.limit_in_bytes", "memory.usage_in_bytes",
-                                                "total_inactive_file ");
+            uint64_t here = is_v2
+                                ? cgroup_left(dir, "memory.max", "memory.current", "inactive_file ")
+                                : cgroup_left(dir, "memory.limit_in_bytes", "memory.usage_in_bytes",
+                                              "total_inactive_file ");
             if (here < left) left = here;
             char *up = strrchr(path, '/');
             if (!up) break;
@@ -284,7 +290,8 @@ static uint64_t cgroups_left(void) {
 /* What this process may still take: MemAvailable or what its control groups leave, whichever is
  * less, less a margin of 1/16 for the rest of the system. */
 static uint64_t budget_default(void) {
-    uint64_t bytes = read_number("/proc/meminfo", "MemAvailable:", 4u << 20) * 1024, left = cgroups_left();
+    uint64_t bytes = read_number("/proc/meminfo", "MemAvailable:", 4u << 20) * 1024,
+             left = cgroups_left();
     if (left < bytes) bytes = left;
     return bytes - bytes / 16;
 }
@@ -336,8 +343,8 @@ static int config_u32(const config *c, const char *name, uint32_t lo, uint32_t h
     if (!v) return K3_EMODEL;
     int64_t n = json_object_get_int64(v);
     if (n < lo || n > hi)
-        return fail(c->err, K3_EMODEL, "config.json: %s%s is %lld, outside %u..%u", c->prefix,
-                    name, (long long)n, lo, hi);
+        return fail(c->err, K3_EMODEL, "config.json: %s%s is %lld, outside %u..%u", c->prefix, name,
+                    (long long)n, lo, hi);
     *out = (uint32_t)n;
     return 0;
 }
@@ -359,8 +366,10 @@ static int config_f32(const config *c, const char *name, float *out) {
 static int config_is(const config *c, const char *name, const char *want) {
     bool is_bool = strcmp(want, "true") == 0 || strcmp(want, "false") == 0;
     bool is_int = want[0] >= '0' && want[0] <= '9';
-    json_object *v = config_field(
-        c, name, is_bool ? json_type_boolean : is_int ? json_type_int : json_type_string);
+    json_object *v = config_field(c, name,
+                                  is_bool  ? json_type_boolean
+                                  : is_int ? json_type_int
+                                           : json_type_string);
     if (!v) return K3_EMODEL;
     if (strcmp(json_object_get_string(v), want) != 0)
         return fail(c->err, K3_EMODEL, "config.json: %s%s is %s; this engine computes only %s",
@@ -392,8 +401,8 @@ static int config_layers(const config *c, k3_shape *sh) {
     memset(sh->is_mla, 0xff, sizeof sh->is_mla);
     if ((rc = config_layer_list(c, "linear_attn_config.full_attn_layers", 1, sh->n_layers,
                                 sh->is_mla)) < 0 ||
-        (rc = config_layer_list(c, "linear_attn_config.kda_layers", 0, sh->n_layers,
-                                sh->is_mla)) < 0)
+        (rc = config_layer_list(c, "linear_attn_config.kda_layers", 0, sh->n_layers, sh->is_mla)) <
+            0)
         return rc;
     for (uint32_t il = 0; il < sh->n_layers; il++)
         if (sh->is_mla[il] == 0xff)
@@ -491,7 +500,8 @@ static int config_numbers(const config *c, k3_shape *sh) {
         if ((rc = config_f32(c, f[i].name, f[i].to)) < 0) return rc;
     if (kv_heads != sh->n_heads)
         return fail(c->err, K3_EMODEL,
-                    "config.json: %snum_key_value_heads is %u but num_attention_heads is %u; they must agree",
+                    "config.json: %snum_key_value_heads is %u but num_attention_heads is %u; they "
+                    "must agree",
                     c->prefix, kv_heads, sh->n_heads);
     config top = {c->top, c->top, "", c->err};
     return config_u32(&top, "eos_token_id", 0, sh->vocab_size - 1, &sh->eos_id);
@@ -514,15 +524,18 @@ static int config_consistent(const config *c, const k3_shape *sh) {
             return fail(c->err, K3_EMODEL, "config.json: %s is %llu, more than %u", wide[i].name,
                         (unsigned long long)wide[i].v, MAX_DIM);
     if (sh->top_k > sh->n_experts)
-        return fail(c->err, K3_EMODEL, "config.json: num_experts_per_token %u exceeds num_experts %u",
-                    sh->top_k, sh->n_experts);
-    if (sh->latent % K3_GROUP || sh->expert_inter % K3_GROUP)
         return fail(c->err, K3_EMODEL,
-                    "config.json: routed_expert_hidden_size %u and moe_intermediate_size %u must be "
-                    "multiples of 32, the MXFP4 group",
-                    sh->latent, sh->expert_inter);
+                    "config.json: num_experts_per_token %u exceeds num_experts %u", sh->top_k,
+                    sh->n_experts);
+    if (sh->latent % K3_GROUP || sh->expert_inter % K3_GROUP)
+        return fail(
+            c->err, K3_EMODEL,
+            "config.json: routed_expert_hidden_size %u and moe_intermediate_size %u must be "
+            "multiples of 32, the MXFP4 group",
+            sh->latent, sh->expert_inter);
     if (sh->n_dense > sh->n_layers)
-        return fail(c->err, K3_EMODEL, "config.json: first_k_dense_replace %u exceeds num_hidden_layers %u",
+        return fail(c->err, K3_EMODEL,
+                    "config.json: first_k_dense_replace %u exceeds num_hidden_layers %u",
                     sh->n_dense, sh->n_layers);
     const struct {
         const char *name;
@@ -596,7 +609,8 @@ static json_object *json_parse(const char *text, size_t n, int depth, const char
     return v;
 }
 
-#define CONFIG_MAX_BYTES (256u << 10) /* the release's has 7 KB; json-c's tree is up to 260 times as large */
+#define CONFIG_MAX_BYTES                                                                           \
+    (256u << 10) /* the release's has 7 KB; json-c's tree is up to 260 times as large */
 
 /* Open a regular file for reading; a FIFO is refused, not waited for. Returns the descriptor
  * or a status with errno set (0: not a regular file). */
@@ -627,8 +641,8 @@ static int read_whole(const char *path, size_t max_bytes, char **out, size_t *n,
     char *buf = f ? malloc((size_t)size + 1) : NULL;
     *out = NULL;
     if (size > max_bytes) {
-        rc = fail(err, K3_EMODEL, "%s: %llu bytes, more than the %zu this file can sensibly have", path,
-                  (unsigned long long)size, max_bytes);
+        rc = fail(err, K3_EMODEL, "%s: %llu bytes, more than the %zu this file can sensibly have",
+                  path, (unsigned long long)size, max_bytes);
     } else if (!buf) {
         rc = fail(err, K3_ENOMEM, "%s: out of memory", path);
     } else if ((*n = fread(buf, 1, (size_t)size, f)) != size) {
@@ -638,8 +652,10 @@ static int read_whole(const char *path, size_t max_bytes, char **out, size_t *n,
         buf = NULL;
     }
     free(buf);
-    if (f) fclose(f);
-    else close(fd);
+    if (f)
+        fclose(f);
+    else
+        close(fd);
     return rc;
 }
 
@@ -765,8 +781,7 @@ static void ref_chain_f32(float *y, size_t ldy, const float *w, size_t ldw, size
     for (size_t t = 0; t < batch; t++)
         for (size_t j = 0; j < n_j; j++) {
             float sum = 0.0f;
-            for (size_t i = 0; i < n_i; i++)
-                sum = k3_fma(w[i * ldw + j], c[t * ldc + i], sum);
+            for (size_t i = 0; i < n_i; i++) sum = k3_fma(w[i * ldw + j], c[t * ldc + i], sum);
             y[t * ldy + j] = sum;
         }
 }
@@ -832,10 +847,23 @@ const k3_kernels k3_kernels_ref = {
  * release's 497,220 tensors.
  */
 enum dim {
-    D_1, D_CONV, D_VOCAB, D_HIDDEN,
-    D_KDA, D_KDA_DIM, D_KDA_HEADS,
-    D_Q_LORA, D_Q, D_KV_LORA, D_KV_A, D_KV_B, D_O,
-    D_DENSE, D_EXPERTS, D_LATENT, D_SHARED,
+    D_1,
+    D_CONV,
+    D_VOCAB,
+    D_HIDDEN,
+    D_KDA,
+    D_KDA_DIM,
+    D_KDA_HEADS,
+    D_Q_LORA,
+    D_Q,
+    D_KV_LORA,
+    D_KV_A,
+    D_KV_B,
+    D_O,
+    D_DENSE,
+    D_EXPERTS,
+    D_LATENT,
+    D_SHARED,
     N_DIMS
 };
 
@@ -847,13 +875,50 @@ static const uint64_t DTYPE_BYTES[] = {2, 4, 1};
 enum part { IN_MODEL, IN_LAYER, IN_KDA, IN_MLA, IN_DENSE, IN_MOE };
 
 enum tensor {
-    T_EMBED, T_LM_HEAD, T_NORM, T_OUT_RES_NORM, T_OUT_RES_PROJ, /* IN_MODEL */
-    T_IN_NORM, T_POST_NORM, T_ATT_RES_NORM, T_ATT_RES_PROJ, T_MLP_RES_NORM, T_MLP_RES_PROJ,
-    T_KDA_Q, T_KDA_K, T_KDA_V, T_KDA_G, T_KDA_O, T_CONV_Q, T_CONV_K, T_CONV_V,
-    T_F_A, T_F_B, T_B, T_A_LOG, T_DT_BIAS, T_O_NORM,
-    T_Q_A, T_Q_A_NORM, T_Q_B, T_KV_A, T_KV_A_NORM, T_KV_B, T_MLA_G, T_MLA_O,
-    T_GATE, T_UP, T_DOWN,
-    T_ROUTER, T_ROUTER_BIAS, T_LAT_DOWN, T_LAT_NORM, T_LAT_UP, T_SH_GATE, T_SH_UP, T_SH_DOWN,
+    T_EMBED,
+    T_LM_HEAD,
+    T_NORM,
+    T_OUT_RES_NORM,
+    T_OUT_RES_PROJ, /* IN_MODEL */
+    T_IN_NORM,
+    T_POST_NORM,
+    T_ATT_RES_NORM,
+    T_ATT_RES_PROJ,
+    T_MLP_RES_NORM,
+    T_MLP_RES_PROJ,
+    T_KDA_Q,
+    T_KDA_K,
+    T_KDA_V,
+    T_KDA_G,
+    T_KDA_O,
+    T_CONV_Q,
+    T_CONV_K,
+    T_CONV_V,
+    T_F_A,
+    T_F_B,
+    T_B,
+    T_A_LOG,
+    T_DT_BIAS,
+    T_O_NORM,
+    T_Q_A,
+    T_Q_A_NORM,
+    T_Q_B,
+    T_KV_A,
+    T_KV_A_NORM,
+    T_KV_B,
+    T_MLA_G,
+    T_MLA_O,
+    T_GATE,
+    T_UP,
+    T_DOWN,
+    T_ROUTER,
+    T_ROUTER_BIAS,
+    T_LAT_DOWN,
+    T_LAT_NORM,
+    T_LAT_UP,
+    T_SH_GATE,
+    T_SH_UP,
+    T_SH_DOWN,
     N_TENSORS,
     N_MODEL_TENSORS = T_IN_NORM
 };
@@ -922,11 +987,11 @@ static const tensor_def TENSOR[N_TENSORS] = {
 
 /* The six tensors of an expert, in the order their bytes lie in a slot. */
 enum { W1_PACKED, W1_SCALE, W3_PACKED, W3_SCALE, W2_PACKED, W2_SCALE, N_EXPERT_TENSORS };
-static const char *const EXPERT_TENSOR[N_EXPERT_TENSORS] = {
-    "w1.weight_packed", "w1.weight_scale", "w3.weight_packed",
-    "w3.weight_scale",  "w2.weight_packed", "w2.weight_scale"};
+static const char *const EXPERT_TENSOR[N_EXPERT_TENSORS] = {"w1.weight_packed", "w1.weight_scale",
+                                                            "w3.weight_packed", "w3.weight_scale",
+                                                            "w2.weight_packed", "w2.weight_scale"};
 
-#define NO_SHARD   UINT16_MAX
+#define NO_SHARD UINT16_MAX
 #define MAX_SHARDS 4096
 
 typedef struct {
@@ -953,8 +1018,8 @@ typedef struct {
     uint32_t n_shards;
     uint64_t dims[N_DIMS];
     place at_model[N_MODEL_TENSORS];
-    place (*at)[N_TENSORS];   /* [n_layers], entries of the layer's own parts are used */
-    expert_place *experts;    /* [n_layers - n_dense][n_experts] */
+    place (*at)[N_TENSORS]; /* [n_layers], entries of the layer's own parts are used */
+    expert_place *experts;  /* [n_layers - n_dense][n_experts] */
     bool has_index;
     uint64_t n_unknown;
     ledger *mem;
@@ -1137,10 +1202,10 @@ static int model_expect(const k3_shape *sh, expect_fn fn, void *user) {
  * tensor, and a hostile one 250 times its size; so both are read as they pass by.
  */
 typedef struct {
-    FILE *f;                  /* the index, or NULL and  */
-    const char *p, *end;      /* a header in memory      */
-    uint64_t n;               /* characters taken        */
-    int c;                    /* the current one, or EOF */
+    FILE *f;             /* the index, or NULL and  */
+    const char *p, *end; /* a header in memory      */
+    uint64_t n;          /* characters taken        */
+    int c;               /* the current one, or EOF */
 } scan;
 
 static void scan_next(scan *s) {
@@ -1244,14 +1309,17 @@ static const char *header_entry_fields(scan *s, header_entry *h) {
     if (!scan_char(s, '{')) return "is not an object";
     if (!scan_char(s, '}')) {
         do {
-            if (!scan_string(s, key, sizeof key) || !scan_char(s, ':')) return "has a malformed field";
+            if (!scan_string(s, key, sizeof key) || !scan_char(s, ':'))
+                return "has a malformed field";
             if (strcmp(key, "dtype") == 0) {
-                if (!(has_dtype = scan_string(s, h->dtype, sizeof h->dtype))) return "has an impossible dtype";
+                if (!(has_dtype = scan_string(s, h->dtype, sizeof h->dtype)))
+                    return "has an impossible dtype";
             } else if (strcmp(key, "shape") == 0) {
                 has_shape = (h->n_dims = scan_list(s, h->dims, 8)) >= 0;
                 if (!has_shape) return "has an impossible shape: at most 8 sizes";
             } else if (strcmp(key, "data_offsets") == 0) {
-                if (!(has_offsets = scan_list(s, off, 2) == 2)) return "has impossible data_offsets";
+                if (!(has_offsets = scan_list(s, off, 2) == 2))
+                    return "has impossible data_offsets";
             } else if (!scan_value(s)) {
                 return "has a malformed field";
             }
@@ -1269,7 +1337,8 @@ static const char *header_entry_parse(scan *s, header_entry *h) {
     if (why) return why;
     h->n_elements = 1;
     for (int i = 0; i < h->n_dims; i++) {
-        if (h->dims[i] && h->n_elements > (1ull << 48) / h->dims[i]) return "has an impossible shape";
+        if (h->dims[i] && h->n_elements > (1ull << 48) / h->dims[i])
+            return "has an impossible shape";
         h->n_elements *= h->dims[i];
     }
     return h->begin <= h->end ? NULL : "has impossible data_offsets";
@@ -1278,7 +1347,8 @@ static const char *header_entry_parse(scan *s, header_entry *h) {
 static void shape_text(const uint64_t *dims, int n_dims, char *out, size_t cap) {
     size_t n = (size_t)snprintf(out, cap, "[");
     for (int i = 0; i < n_dims && n < cap; i++)
-        n += (size_t)snprintf(out + n, cap - n, "%s%llu", i ? "," : "", (unsigned long long)dims[i]);
+        n +=
+            (size_t)snprintf(out + n, cap - n, "%s%llu", i ? "," : "", (unsigned long long)dims[i]);
     if (n < cap) snprintf(out + n, cap - n, "]");
 }
 
@@ -1331,9 +1401,11 @@ static int model_put(model *m, const k3_shape *sh, const name_id *id, uint64_t o
         at_offset = &p->offset;
     }
     if (*at_shard == i_shard)
-        return fail(err, K3_EMODEL, "%s is twice in %s; download it again", name, m->shards[i_shard].name);
+        return fail(err, K3_EMODEL, "%s is twice in %s; download it again", name,
+                    m->shards[i_shard].name);
     if (*at_shard != NO_SHARD)
-        return fail(err, K3_EMODEL, "%s is in both %s and %s; remove the file that is not part of the release",
+        return fail(err, K3_EMODEL,
+                    "%s is in both %s and %s; remove the file that is not part of the release",
                     name, m->shards[*at_shard].name, m->shards[i_shard].name);
     *at_shard = i_shard;
     *at_offset = offset;
@@ -1343,21 +1415,21 @@ static int model_put(model *m, const k3_shape *sh, const name_id *id, uint64_t o
 static void model_note_unknown(model *m, const char *name, const char *file) {
     char line[1000];
     if (!m->opt->note || m->n_unknown++ >= 8) return;
-    snprintf(line, sizeof line, "tensor %.300s in %s is not part of the text model: ignored%s", name,
-             file, m->n_unknown == 8 ? " (and no more are named)" : "");
+    snprintf(line, sizeof line, "tensor %.300s in %s is not part of the text model: ignored%s",
+             name, file, m->n_unknown == 8 ? " (and no more are named)" : "");
     one_line(line);
     m->opt->note(m->opt->user, line);
 }
 
 /* Check one entry and put it in the table. `data` is where the data begins in the file. */
-static int header_take(model *m, const k3_shape *sh, uint16_t i_shard, const char *name,
-                       scan *text, uint64_t data, span *sp, k3_error *err) {
+static int header_take(model *m, const k3_shape *sh, uint16_t i_shard, const char *name, scan *text,
+                       uint64_t data, span *sp, k3_error *err) {
     const shard *s = &m->shards[i_shard];
     header_entry h;
     const char *why = header_entry_parse(text, &h);
     if (why)
-        return fail(err, K3_EMODEL, "%s in %s: %s (header byte %llu); download it again", name, s->name, why,
-                    (unsigned long long)text->n - 1);
+        return fail(err, K3_EMODEL, "%s in %s: %s (header byte %llu); download it again", name,
+                    s->name, why, (unsigned long long)text->n - 1);
     if (h.end > s->size - data)
         return fail(err, K3_EMODEL,
                     "%s: truncated: %s ends at byte %llu but the file has %llu; download it again",
@@ -1413,17 +1485,18 @@ static int header_scan(model *m, const k3_shape *sh, uint16_t i_shard, const cha
     }
     scan_space(&s);
     if (!is_good || s.c != EOF)
-        return fail(err, K3_EMODEL, "%s: its header is malformed at byte %llu; download it again", file,
-                    (unsigned long long)s.n - 1);
+        return fail(err, K3_EMODEL, "%s: its header is malformed at byte %llu; download it again",
+                    file, (unsigned long long)s.n - 1);
     return header_overlaps(spans, n_spans, file, err);
 }
 
 #define ENTRY_MIN_BYTES 40 /* "":{"dtype":"","shape":[],"data_offsets":[0,0]} has 47 */
 
-static int header_entries(model *m, const k3_shape *sh, uint16_t i_shard, const char *text, size_t n,
-                          k3_error *err) {
+static int header_entries(model *m, const k3_shape *sh, uint16_t i_shard, const char *text,
+                          size_t n, k3_error *err) {
     span *spans = malloc((n / ENTRY_MIN_BYTES + 1) * sizeof *spans);
-    if (!spans) return fail(err, K3_ENOMEM, "%s: out of memory for its header", m->shards[i_shard].name);
+    if (!spans)
+        return fail(err, K3_ENOMEM, "%s: out of memory for its header", m->shards[i_shard].name);
     int rc = header_scan(m, sh, i_shard, text, n, spans, err);
     free(spans);
     return rc;
@@ -1432,7 +1505,8 @@ static int header_entries(model *m, const k3_shape *sh, uint16_t i_shard, const 
 #define HEADER_MAX_BYTES 100000000u /* the safetensors format's own limit */
 
 /* Read exactly n bytes. Interrupted and partial reads go on; the end of the file is an error. */
-static int read_copy(const shard *s, int copy, void *to, uint64_t n, uint64_t offset, k3_error *err) {
+static int read_copy(const shard *s, int copy, void *to, uint64_t n, uint64_t offset,
+                     k3_error *err) {
     uint8_t *p = to;
     while (n > 0) {
         size_t step = n < (1u << 30) ? (size_t)n : 1u << 30;
@@ -1462,16 +1536,18 @@ static int read_exact(const shard *s, void *to, uint64_t n, uint64_t offset, k3_
 static int header_read(model *m, const k3_shape *sh, uint16_t i_shard, k3_error *err) {
     const shard *s = &m->shards[i_shard];
     uint8_t len8[8];
-    if (s->size < 8) return fail(err, K3_EMODEL, "%s: %llu bytes is no safetensors file; download it again",
-                                 s->name, (unsigned long long)s->size);
+    if (s->size < 8)
+        return fail(err, K3_EMODEL, "%s: %llu bytes is no safetensors file; download it again",
+                    s->name, (unsigned long long)s->size);
     int rc = read_exact(s, len8, 8, 0, err);
     if (rc < 0) return rc;
     uint64_t n = 0;
     for (int i = 7; i >= 0; i--) n = n << 8 | len8[i];
     if (n > s->size - 8)
-        return fail(err, K3_EMODEL,
-                    "%s: its header of %llu bytes is larger than the file (%llu); download it again",
-                    s->name, (unsigned long long)n, (unsigned long long)s->size);
+        return fail(
+            err, K3_EMODEL,
+            "%s: its header of %llu bytes is larger than the file (%llu); download it again",
+            s->name, (unsigned long long)n, (unsigned long long)s->size);
     if (n > HEADER_MAX_BYTES)
         return fail(err, K3_EMODEL, "%s: header of %llu bytes, more than the format's limit of %u",
                     s->name, (unsigned long long)n, HEADER_MAX_BYTES);
@@ -1515,17 +1591,21 @@ static int index_pairs(model *m, scan *s, k3_error *err) {
     do {
         if (!scan_string(s, name, sizeof name) || !scan_char(s, ':') ||
             !scan_string(s, file, sizeof file))
-            return fail(err, K3_EMODEL, "model.safetensors.index.json: weight_map is malformed at byte %llu; download it again",
+            return fail(err, K3_EMODEL,
+                        "model.safetensors.index.json: weight_map is malformed at byte %llu; "
+                        "download it again",
                         (unsigned long long)s->n - 1);
         if (strchr(file, '/') || file[0] == '.' || file[0] == 0)
-            return fail(err, K3_EMODEL, "model.safetensors.index.json: %s: shard %s is not a plain file name",
-                        name, file);
+            return fail(err, K3_EMODEL,
+                        "model.safetensors.index.json: %s: shard %s is not a plain file name", name,
+                        file);
         if (i < 0 || strcmp(m->shards[i].name, file) != 0) i = shard_find(m, file);
         if (i < 0 && (i = shard_add(m, file, err)) < 0) return i;
         if (!is_vision(name)) m->shards[i].is_needed = true;
     } while (scan_char(s, ','));
     if (!scan_char(s, '}'))
-        return fail(err, K3_EMODEL, "model.safetensors.index.json: ends too early; download it again");
+        return fail(err, K3_EMODEL,
+                    "model.safetensors.index.json: ends too early; download it again");
     return 0;
 }
 
@@ -1566,7 +1646,8 @@ static int shards_from_dir(model *m, k3_error *err) {
     }
     closedir(d);
     if (i >= 0 && m->n_shards == 0)
-        return fail(err, K3_EMODEL, "%s: no *.safetensors files; is the download complete?", m->dir);
+        return fail(err, K3_EMODEL, "%s: no *.safetensors files; is the download complete?",
+                    m->dir);
     return i < 0 ? i : 0;
 }
 
@@ -1631,10 +1712,11 @@ static int model_complete(model *m, const k3_shape *sh, k3_error *err) {
     name_write(&w.first, name, sizeof name);
     char others[64] = "";
     if (w.n_missing > 1)
-        snprintf(others, sizeof others, ", nor are %llu others", (unsigned long long)(w.n_missing - 1));
+        snprintf(others, sizeof others, ", nor are %llu others",
+                 (unsigned long long)(w.n_missing - 1));
     return fail(err, K3_EMODEL,
-                "%s: %s is in no shard%s; is the download complete, and this its config.json?", m->dir,
-                name, others);
+                "%s: %s is in no shard%s; is the download complete, and this its config.json?",
+                m->dir, name, others);
 }
 
 static void model_close(model *m) {
@@ -1691,7 +1773,8 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
  *
  *   - whoever wants bytes submits a request and waits for it; the request is the disk's from
  *     submission until it is done or failed;
- *   - demand overtakes trunk rows, trunk rows overtake guesses; what is not begun can be taken back;
+ *   - demand overtakes trunk rows, trunk rows overtake guesses; what is not begun can be taken
+ * back;
  *   - short reads go on, EINTR and EAGAIN are retried; an error, a file that ends early and a sum
  *     that does not match are tried once more, then on the next copy of the shard; a copy that
  *     failed twice is not asked again;
@@ -1699,25 +1782,25 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
  *
  * Reads cover whole 4096-byte blocks, as direct I/O wants it; buffers have room for that.
  */
-#define IO_ALIGN       4096u
-#define IO_MAX_DEPTH   64
+#define IO_ALIGN 4096u
+#define IO_MAX_DEPTH 64
 #define IO_MAX_THREADS 16
 
 enum io_urgency { IO_DEMAND, IO_TRUNK, IO_GUESS, N_URGENCIES };
 enum io_state { IO_IDLE, IO_QUEUED, IO_BUSY, IO_DONE, IO_FAILED };
 
 typedef struct io_req {
-    uint8_t *to;        /* io_room(n) bytes, IO_ALIGN-aligned        */
-    uint8_t *at;        /* when done: where the n bytes begin        */
+    uint8_t *to; /* io_room(n) bytes, IO_ALIGN-aligned        */
+    uint8_t *at; /* when done: where the n bytes begin        */
     uint64_t offset, n;
-    uint64_t sum;       /* XXH3 of the n bytes, if has_sum           */
+    uint64_t sum; /* XXH3 of the n bytes, if has_sum           */
     uint16_t i_shard;
     bool has_sum;
-    uint8_t tried;      /* copies that failed it, by bit             */
+    uint8_t tried; /* copies that failed it, by bit             */
     enum io_state state;
     enum io_urgency urgency;
     int i_copy, n_tries;
-    int why;            /* errno of a failure; 0: the file ended     */
+    int why; /* errno of a failure; 0: the file ended     */
     uint64_t got, start_ns;
     struct io_req *next;
 } io_req;
@@ -1914,7 +1997,7 @@ static void *pool_main(void *arg) {
         ssize_t got;
         do {
             got = d->read(d->read_user, io_fd(d, r), r->to + r->got, (size_t)io_left(r),
-                           (off_t)(io_base(r) + r->got));
+                          (off_t)(io_base(r) + r->got));
             if (got < 0) got = -errno;
         } while (!io_advance(d, r, got));
         pthread_mutex_lock(&d->lock);
@@ -1925,7 +2008,8 @@ static void *pool_main(void *arg) {
 }
 
 static void ring_prepare(disk *d, io_req *r) {
-    struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring); /* entries exceed the depth: never NULL */
+    struct io_uring_sqe *sqe =
+        io_uring_get_sqe(&d->ring); /* entries exceed the depth: never NULL */
     uint64_t n = io_left(r);
     io_uring_prep_read(sqe, io_fd(d, r), r->to + r->got, n < (1u << 30) ? (unsigned)n : 1u << 30,
                        io_base(r) + r->got);
@@ -2034,11 +2118,15 @@ static int disk_fail(const disk *d, const io_req *r, k3_error *err) {
     const char *name = d->shards[r->i_shard].name;
     unsigned long long n = r->n, offset = r->offset;
     if (r->why == EBADMSG)
-        return fail(err, K3_EIO, "%s: %llu bytes at offset 0x%llx do not match their sum; the file is damaged, download it again",
+        return fail(err, K3_EIO,
+                    "%s: %llu bytes at offset 0x%llx do not match their sum; the file is damaged, "
+                    "download it again",
                     name, n, offset);
     if (r->why == 0)
-        return fail(err, K3_EIO, "%s: short: %llu bytes at offset 0x%llx are not all there; did the file shrink?",
-                    name, n, offset);
+        return fail(
+            err, K3_EIO,
+            "%s: short: %llu bytes at offset 0x%llx are not all there; did the file shrink?", name,
+            n, offset);
     return fail(err, K3_EIO, "%s: read of %llu bytes at offset 0x%llx: %s", name, n, offset,
                 r->why == ENODEV ? "no copy of the shard is left" : strerror(r->why));
 }
@@ -2089,10 +2177,10 @@ static int disk_mode(disk *d, bool is_uring, bool is_direct, int depth, k3_error
 
 /* ---- Trunk ----
  *
- * Vectors are always resident, widened to f32, the two of each AttnRes folded into one. Matrices are
- * resident as the plan says; the others are cut into pieces of whole rows and pass through a ring of
- * memory in the order in which a token uses them, read ahead as far as the ring is free, into the
- * next token if need be. Embedding rows are read as needed.
+ * Vectors are always resident, widened to f32, the two of each AttnRes folded into one. Matrices
+ * are resident as the plan says; the others are cut into pieces of whole rows and pass through a
+ * ring of memory in the order in which a token uses them, read ahead as far as the ring is free,
+ * into the next token if need be. Embedding rows are read as needed.
  */
 typedef struct {
     const uint16_t *m[N_TENSORS]; /* resident bf16 matrices; NULL: streamed or not of this layer */
@@ -2115,7 +2203,7 @@ typedef struct {
 
 #define STREAM_LIVE 64
 #define PIECE_BYTES (8u << 20) /* a streamed piece, about */
-#define PIECE_ROWS  96         /* its rows are a multiple of ROW_TILE */
+#define PIECE_ROWS 96          /* its rows are a multiple of ROW_TILE */
 
 typedef struct {
     piece *pieces; /* [n_pieces] in order of use; the head's after n_body */
@@ -2127,7 +2215,7 @@ typedef struct {
         uint32_t i_piece;
         uint64_t at;
         io_req req;
-    } live[STREAM_LIVE];         /* asked for, oldest first, from `first` */
+    } live[STREAM_LIVE];            /* asked for, oldest first, from `first` */
     uint32_t first, n_live, i_read; /* i_read: the next piece to ask for  */
     bool is_next_pass, with_head;
 } stream;
@@ -2146,14 +2234,14 @@ typedef struct {
 
 typedef struct {
     slot *slots;
-    uint8_t *bytes;     /* [n_slots][slot_bytes]                        */
+    uint8_t *bytes; /* [n_slots][slot_bytes]                        */
     uint64_t slot_bytes, meta_bytes;
     uint32_t n_slots, quota;
-    int32_t *slot_of;   /* [n_moe][n_experts], -1: not here             */
-    uint32_t *n_held;   /* [n_moe] full slots that may stay             */
+    int32_t *slot_of; /* [n_moe][n_experts], -1: not here             */
+    uint32_t *n_held; /* [n_moe] full slots that may stay             */
     uint32_t *free, n_free;
     uint32_t guess[K3_MAX_TOP_K], n_guess; /* slots read ahead for the next layer */
-    uint32_t n_doomed;  /* guesses nobody wants, still being read       */
+    uint32_t n_doomed;                     /* guesses nobody wants, still being read       */
     uint64_t tick;
 } store;
 
@@ -2172,7 +2260,7 @@ struct k3_engine {
     stream stream;
     store store;
     k3_plan plan;
-    struct scratch *scratch; /* one step at a time uses it */
+    struct scratch *scratch;     /* one step at a time uses it */
     pthread_mutex_t step, money; /* the latter guards the ledger */
     k3_stats stats;
 };
@@ -2199,7 +2287,8 @@ static int engine_progress(k3_engine *e, k3_phase phase, uint64_t done, uint64_t
         io_copy *c = &e->io.copies[i];
         if (!is_new[i]) continue;
         char line[4200];
-        snprintf(line, sizeof line, "%s: reads fail; it is used only where no other copy is left", c->dir);
+        snprintf(line, sizeof line, "%s: reads fail; it is used only where no other copy is left",
+                 c->dir);
         if (e->opt.note) e->opt.note(e->opt.user, line);
     }
     if (e->opt.progress && e->opt.progress(e->opt.user, &p))
@@ -2245,9 +2334,10 @@ static int trunk_read(k3_engine *e, enum tensor t, const place *at, void *to, k3
     return 0;
 }
 
-/* Read a matrix to `to`, several pieces at once by way of the still empty expert slots; without room
- * for that, one after another. */
-static int trunk_read_matrix(k3_engine *e, enum tensor t, const place *at, uint8_t *to, k3_error *err) {
+/* Read a matrix to `to`, several pieces at once by way of the still empty expert slots; without
+ * room for that, one after another. */
+static int trunk_read_matrix(k3_engine *e, enum tensor t, const place *at, uint8_t *to,
+                             k3_error *err) {
     io_req req[IO_MAX_THREADS];
     uint64_t n = tensor_bytes(e->files.dims, t), n_pieces = (n + PIECE_BYTES - 1) / PIECE_BYTES;
     uint64_t room = io_room(PIECE_BYTES), n_bounce = e->store.n_slots * e->store.slot_bytes / room;
@@ -2262,7 +2352,8 @@ static int trunk_read_matrix(k3_engine *e, enum tensor t, const place *at, uint8
                 rc = fail_in(err, disk_fail(&e->io, r, err), "%s", TENSOR[t].name);
             if (rc == 0) memcpy(to + (r->offset - at->offset), r->at, r->n);
         }
-        *r = (io_req){.to = e->store.bytes + (i % n_bounce) * room, .offset = at->offset + i * PIECE_BYTES,
+        *r = (io_req){.to = e->store.bytes + (i % n_bounce) * room,
+                      .offset = at->offset + i * PIECE_BYTES,
                       .i_shard = at->shard};
         if (i >= n_pieces || rc < 0) continue;
         r->n = n - i * PIECE_BYTES < PIECE_BYTES ? n - i * PIECE_BYTES : PIECE_BYTES;
@@ -2337,10 +2428,12 @@ static int trunk_open(k3_engine *e, k3_error *err) {
 /* ---- The ring of streamed rows ---- */
 
 /* The matrices of a layer in the order of their use; what ORDER lists, forward_layer() asks for. */
-static const enum tensor ORDER_KDA[] = {T_KDA_Q, T_KDA_K, T_KDA_V, T_KDA_G, T_F_A, T_B, T_F_B, T_KDA_O, N_TENSORS};
+static const enum tensor ORDER_KDA[] = {T_KDA_Q, T_KDA_K, T_KDA_V, T_KDA_G,  T_F_A,
+                                        T_B,     T_F_B,   T_KDA_O, N_TENSORS};
 static const enum tensor ORDER_MLA[] = {T_Q_A, T_KV_A, T_MLA_G, T_Q_B, T_KV_B, T_MLA_O, N_TENSORS};
 static const enum tensor ORDER_DENSE[] = {T_GATE, T_UP, T_DOWN, N_TENSORS};
-static const enum tensor ORDER_MOE[] = {T_ROUTER, T_LAT_DOWN, T_SH_GATE, T_SH_UP, T_LAT_UP, T_SH_DOWN, N_TENSORS};
+static const enum tensor ORDER_MOE[] = {T_ROUTER, T_LAT_DOWN, T_SH_GATE, T_SH_UP,
+                                        T_LAT_UP, T_SH_DOWN,  N_TENSORS};
 
 static uint64_t tensor_rows(const model *m, int t) { return m->dims[TENSOR[t].dims[0]]; }
 static uint64_t tensor_cols(const model *m, int t) { return m->dims[TENSOR[t].dims[1]]; }
@@ -2374,9 +2467,13 @@ static void stream_add(k3_engine *e, uint32_t il, int t) {
     for (uint64_t row = 0; row < rows; row += step_rows) {
         uint64_t n = rows - row < step_rows ? rows - row : step_rows;
         if (s->pieces)
-            s->pieces[s->n_pieces] = (piece){.il = il, .t = (uint16_t)t, .i_shard = at->shard,
-                                             .row = (uint32_t)row, .n_rows = (uint32_t)n,
-                                             .offset = at->offset + row * row_bytes, .n = n * row_bytes};
+            s->pieces[s->n_pieces] = (piece){.il = il,
+                                             .t = (uint16_t)t,
+                                             .i_shard = at->shard,
+                                             .row = (uint32_t)row,
+                                             .n_rows = (uint32_t)n,
+                                             .offset = at->offset + row * row_bytes,
+                                             .n = n * row_bytes};
         s->n_pieces++;
     }
 }
@@ -2444,23 +2541,30 @@ static void stream_pump(k3_engine *e) {
         uint32_t i = (s->first + s->n_live) % STREAM_LIVE;
         s->live[i].i_piece = s->i_read++;
         s->live[i].at = at;
-        s->live[i].req = (io_req){.to = s->bytes + at, .offset = p->offset, .n = p->n,
-                                  .i_shard = p->i_shard, .sum = p->sum, .has_sum = p->has_sum};
+        s->live[i].req = (io_req){.to = s->bytes + at,
+                                  .offset = p->offset,
+                                  .n = p->n,
+                                  .i_shard = p->i_shard,
+                                  .sum = p->sum,
+                                  .has_sum = p->has_sum};
         s->n_live++;
         disk_submit(&e->io, &s->live[i].req, IO_TRUNK);
     }
 }
 
 /* The oldest piece, which must belong to tensor t of layer il, when its bytes are here. */
-static int stream_take(k3_engine *e, uint32_t il, int t, const piece **p, const uint16_t **w, k3_error *err) {
+static int stream_take(k3_engine *e, uint32_t il, int t, const piece **p, const uint16_t **w,
+                       k3_error *err) {
     stream *s = &e->stream;
     io_req *r = &s->live[s->first].req;
     *p = &s->pieces[s->live[s->first].i_piece];
     if (s->n_live == 0 || (*p)->il != il || (*p)->t != t)
-        return fail(err, K3_EUSAGE, "internal: %s of layer %u is not next in the stream", TENSOR[t].name, il);
+        return fail(err, K3_EUSAGE, "internal: %s of layer %u is not next in the stream",
+                    TENSOR[t].name, il);
     disk_raise(&e->io, r);
     disk_wait(&e->io, r);
-    if (r->state == IO_FAILED) return fail_in(err, disk_fail(&e->io, r, err), "%s of layer %u", TENSOR[t].name, il);
+    if (r->state == IO_FAILED)
+        return fail_in(err, disk_fail(&e->io, r, err), "%s of layer %u", TENSOR[t].name, il);
     if ((uintptr_t)r->at % sizeof **w != 0) { /* a tensor at an odd offset: back by one byte */
         memmove(r->at - 1, r->at, r->n);
         r->at--;
@@ -2504,8 +2608,8 @@ static void stream_reset(k3_engine *e) {
  *   - each layer may keep `quota` experts; what is left of the slots is shared by all layers for
  *     experts on their way in;
  *   - over quota, the layer's expert with the least decayed router weight goes (or, with the policy
- *     lru, the one used longest ago): a global LRU is a cyclic scan and never hits below one token's
- *     worth of experts; kept ones (--pins) never go;
+ *     lru, the one used longest ago): a global LRU is a cyclic scan and never hits below one
+ * token's worth of experts; kept ones (--pins) never go;
  *   - a guess for the next layer takes only slots that nobody needs now, and its read waits for
  *     every other read;
  *   - a failed read fails the step: an expert is never zeros.
@@ -2539,7 +2643,9 @@ static int expert_requests(const k3_engine *e, uint32_t il, uint32_t ie, uint8_t
         return 1;
     }
     for (int k = 0; k < N_EXPERT_TENSORS; k++) {
-        req[k] = (io_req){.to = to, .offset = at->offset[k], .n = expert_tensor_bytes(sh, k),
+        req[k] = (io_req){.to = to,
+                          .offset = at->offset[k],
+                          .n = expert_tensor_bytes(sh, k),
                           .i_shard = at->shard[k]};
         to += io_room(req[k].n);
     }
@@ -2556,8 +2662,8 @@ static uint64_t expert_room(const model *m, const k3_shape *sh) {
 }
 
 /* Where the six tensors are once the reads are done. */
-static void expert_locate(const k3_engine *e, uint32_t il, uint32_t ie, const io_req *req, int n_reqs,
-                          expert_view *x) {
+static void expert_locate(const k3_engine *e, uint32_t il, uint32_t ie, const io_req *req,
+                          int n_reqs, expert_view *x) {
     const expert_place *at = model_expert(&e->files, &e->sh, il, ie);
     for (int k = 0; k < N_EXPERT_TENSORS; k++)
         x->p[k] = n_reqs == 1 ? req[0].at + (at->offset[k] - req[0].offset) : req[k].at;
@@ -2571,7 +2677,8 @@ static int expert_check(const k3_shape *sh, uint32_t il, uint32_t ie, const expe
         uint8_t top = 0;
         for (i = 0; i < n; i++) top = x->p[k][i] > top ? x->p[k][i] : top;
         if (top <= K3_SCALE_MAX) continue;
-        for (i = 0; x->p[k][i] <= K3_SCALE_MAX; i++) {}
+        for (i = 0; x->p[k][i] <= K3_SCALE_MAX; i++) {
+        }
         const expert_place *at = model_expert(m, sh, il, ie);
         return fail(err, K3_EMODEL,
                     "expert %u of layer %u: %s has scale code %u at index %llu, above 252 "
@@ -2637,7 +2744,7 @@ static slot *store_coldest(const k3_engine *e, uint32_t il) {
         slot *s = store_find(e, il, ie);
         if (!s || s->state != SLOT_FULL || s->is_pinned || s->is_kept || s->is_guess) continue;
         bool is_colder = !coldest || (e->opt.policy == K3_POLICY_LRU ? s->tick < coldest->tick
-                                                                    : s->heat < coldest->heat);
+                                                                     : s->heat < coldest->heat);
         if (is_colder) coldest = s;
     }
     return coldest;
@@ -2676,7 +2783,8 @@ static int store_arrived(k3_engine *e, slot *s, expert_view *x, k3_error *err) {
         if (slot_is_busy(e, s)) return 0;
         for (int i = 0; i < s->n_reqs; i++)
             if (s->req[i].state == IO_FAILED)
-                return fail_in(err, disk_fail(&e->io, &s->req[i], err), "expert %u of layer %u", s->ie, s->il);
+                return fail_in(err, disk_fail(&e->io, &s->req[i], err), "expert %u of layer %u",
+                               s->ie, s->il);
         expert_locate(e, s->il, s->ie, s->req, s->n_reqs, x);
         int rc = expert_check(&e->sh, s->il, s->ie, x, &e->files, err);
         if (rc < 0) return rc;
@@ -2741,7 +2849,8 @@ static void store_recover(k3_engine *e) {
 
 static uint64_t store_meta_bytes(const k3_shape *sh, uint64_t n_slots) {
     uint64_t n_moe = sh->n_layers - sh->n_dense;
-    return round_up(n_slots * sizeof(slot), 64) + round_up(n_moe * sh->n_experts * sizeof(int32_t), 64) +
+    return round_up(n_slots * sizeof(slot), 64) +
+           round_up(n_moe * sh->n_experts * sizeof(int32_t), 64) +
            round_up(n_moe * sizeof(uint32_t), 64) + n_slots * sizeof(uint32_t);
 }
 
@@ -2758,7 +2867,8 @@ static int store_open(k3_engine *e, k3_error *err) {
     if (!meta) return e->mem.why;
     st->slots = (slot *)(void *)meta;
     st->slot_of = (int32_t *)(void *)(meta + round_up(st->n_slots * sizeof(slot), 64));
-    st->n_held = (uint32_t *)(void *)((uint8_t *)st->slot_of + round_up(n_moe * sh->n_experts * sizeof(int32_t), 64));
+    st->n_held = (uint32_t *)(void *)((uint8_t *)st->slot_of +
+                                      round_up(n_moe * sh->n_experts * sizeof(int32_t), 64));
     st->free = (uint32_t *)(void *)((uint8_t *)st->n_held + round_up(n_moe * sizeof(uint32_t), 64));
     memset(st->slot_of, 0xff, n_moe * sh->n_experts * sizeof(int32_t));
     for (uint32_t i = st->n_slots; i-- > 0;) st->free[st->n_free++] = i;
@@ -2798,7 +2908,8 @@ static uint64_t plan_fixed(const k3_engine *e, uint64_t chunk) {
 
 /* The list of all streamed pieces, at most: full ones, and a last one for each matrix. */
 static uint64_t plan_pieces(const k3_engine *e) {
-    return (e->sh.trunk_bytes / (PIECE_BYTES / 2) + 16 * ((uint64_t)e->sh.n_layers + 1)) * sizeof(piece);
+    return (e->sh.trunk_bytes / (PIECE_BYTES / 2) + 16 * ((uint64_t)e->sh.n_layers + 1)) *
+           sizeof(piece);
 }
 
 static uint64_t plan_ring_least(const k3_engine *e) {
@@ -2815,7 +2926,8 @@ static uint64_t plan_residents(k3_engine *e, uint64_t left) {
         for (uint32_t il = 0; il <= e->sh.n_layers; il++) {
             layer *ly = &e->layers[il];
             uint64_t n = resident_bytes(&e->files, (enum tensor)t);
-            if (!layer_has_tensor(&e->sh, il, t) || ly->is_resident[t] || taken + n > left) continue;
+            if (!layer_has_tensor(&e->sh, il, t) || ly->is_resident[t] || taken + n > left)
+                continue;
             ly->is_resident[t] = true;
             taken += n;
         }
@@ -2827,13 +2939,15 @@ static uint64_t plan_residents(k3_engine *e, uint64_t left) {
 static void plan_divide(k3_engine *e, uint64_t left) {
     const k3_shape *sh = &e->sh;
     k3_plan *p = &e->plan;
-    uint64_t n_moe = sh->n_layers - sh->n_dense, per_slot = p->slot_bytes + sizeof(slot) + sizeof(uint32_t);
+    uint64_t n_moe = sh->n_layers - sh->n_dense,
+             per_slot = p->slot_bytes + sizeof(slot) + sizeof(uint32_t);
     uint64_t all = matrices_bytes(e, false), n_all = n_moe * sh->n_experts;
     uint64_t staging = n_all < 2u * sh->top_k ? n_all : 2u * sh->top_k;
     uint64_t least = plan_ring_least(e), room = left > all ? (left - all) / per_slot : 0;
     if (left >= all && room >= n_all) {
         staging = 0; /* everything has its place */
-    } else if ((left < all || room < staging) && all > least + plan_pieces(e)) { /* some of the trunk is streamed */
+    } else if ((left < all || room < staging) &&
+               all > least + plan_pieces(e)) { /* some of the trunk is streamed */
         uint64_t ring = left / 16 < 256u << 20 ? left / 16 : 256u << 20;
         p->ring_bytes = round_up(ring > least ? ring : least, IO_ALIGN);
         uint64_t taken = p->ring_bytes + plan_pieces(e);
@@ -2864,7 +2978,8 @@ static int plan_make(k3_engine *e, k3_error *err) {
         return fail(err, K3_EUSAGE, "context of %llu exceeds the model's maximum of %u positions",
                     (unsigned long long)p->context, sh->max_position);
     if (sh->pos_bytes > 0 && p->context > (1ull << 60) / sh->pos_bytes)
-        return fail(err, K3_EMODEL, "config.json: a context of %llu positions needs more memory than there is",
+        return fail(err, K3_EMODEL,
+                    "config.json: a context of %llu positions needs more memory than there is",
                     (unsigned long long)p->context);
     p->vector_bytes = matrices_bytes(e, true);
     p->state_bytes = sh->state_bytes;
@@ -2878,7 +2993,8 @@ static int plan_make(k3_engine *e, k3_error *err) {
     uint64_t fixed = plan_fixed(e, chunk);
     if (fixed + trunk > e->mem.limit)
         return fail(err, K3_EBUDGET,
-                    "a budget of %llu bytes is below the floor of this model with a context of %llu: give at least "
+                    "a budget of %llu bytes is below the floor of this model with a context of "
+                    "%llu: give at least "
                     "%llu bytes (%.2f GiB) with --ram, or a smaller --context",
                     (unsigned long long)e->mem.limit, (unsigned long long)p->context,
                     (unsigned long long)p->floor_bytes, (double)p->floor_bytes / 1073741824.0);
@@ -2889,15 +3005,14 @@ static int plan_make(k3_engine *e, k3_error *err) {
     return 0;
 }
 
-
 /* ---- Opening the disk: mirrors, and how to read ---- */
 
 #define PROBE_EXPERTS 8
 
 #define COPY_SAMPLES 32
 
-/* Is copy c of a shard the same file? Its head, with the header, and blocks spread to the very end are
- * compared: a copy that stopped half-way, or of another revision, would give other bits. */
+/* Is copy c of a shard the same file? Its head, with the header, and blocks spread to the very end
+ * are compared: a copy that stopped half-way, or of another revision, would give other bits. */
 static int disk_compare(const shard *s, int c, const char *path, k3_error *err) {
     uint8_t a[IO_ALIGN], b[IO_ALIGN];
     uint64_t n = s->size < IO_ALIGN ? s->size : IO_ALIGN;
@@ -2905,10 +3020,14 @@ static int disk_compare(const shard *s, int c, const char *path, k3_error *err) 
         uint64_t offset = (s->size - n) / COPY_SAMPLES * (uint64_t)i;
         if (i == COPY_SAMPLES) offset = s->size - n;
         int rc;
-        if ((rc = read_copy(s, 0, a, n, offset, err)) < 0 || (rc = read_copy(s, c, b, n, offset, err)) < 0) return rc;
+        if ((rc = read_copy(s, 0, a, n, offset, err)) < 0 ||
+            (rc = read_copy(s, c, b, n, offset, err)) < 0)
+            return rc;
         if (memcmp(a, b, (size_t)n) != 0)
-            return fail(err, K3_EMODEL, "%s differs from its original near offset 0x%llx: not a copy; copy it again", path,
-                        (unsigned long long)offset);
+            return fail(
+                err, K3_EMODEL,
+                "%s differs from its original near offset 0x%llx: not a copy; copy it again", path,
+                (unsigned long long)offset);
     }
     return 0;
 }
@@ -2942,7 +3061,8 @@ static int disk_add_copy(k3_engine *e, const char *dir, k3_error *err) {
         n_found++;
     }
     if (n_found > 0) return 0;
-    return fail(err, K3_EMODEL, "%s: holds no shard of this model; give a directory with copies of some", dir);
+    return fail(err, K3_EMODEL,
+                "%s: holds no shard of this model; give a directory with copies of some", dir);
 }
 
 static int disk_open(k3_engine *e, k3_error *err) {
@@ -2953,7 +3073,8 @@ static int disk_open(k3_engine *e, k3_error *err) {
     d->shards = e->files.shards;
     d->read = plain_pread;
     int rc = disk_add_copy(e, e->dir, err);
-    for (const char *const *m = e->opt.mirrors; rc == 0 && m && *m; m++) rc = disk_add_copy(e, *m, err);
+    for (const char *const *m = e->opt.mirrors; rc == 0 && m && *m; m++)
+        rc = disk_add_copy(e, *m, err);
     return rc < 0 ? rc : disk_mode(d, false, false, 4, err);
 }
 
@@ -2975,8 +3096,8 @@ static void disk_close(k3_engine *e) {
     pthread_cond_destroy(&d->done);
 }
 
-/* Bytes per second of whole experts in the present mode: `n` of them, asked for together. Their pages
- * are dropped from the page cache first, or it would be measured in place of the disk. */
+/* Bytes per second of whole experts in the present mode: `n` of them, asked for together. Their
+ * pages are dropped from the page cache first, or it would be measured in place of the disk. */
 static double probe_once(k3_engine *e, uint32_t n, uint64_t *seed) {
     const k3_shape *sh = &e->sh;
     io_req req[PROBE_EXPERTS][N_EXPERT_TENSORS];
@@ -3007,7 +3128,8 @@ static double probe(k3_engine *e, bool is_uring, bool is_direct, int depth, uint
 }
 
 /* Plain or direct, pool or ring, how deep: as asked, else as a probe of about a gigabyte says. A
- * model that will be wholly in memory is not probed. What is no faster by 3 % is not worth a change. */
+ * model that will be wholly in memory is not probed. What is no faster by 3 % is not worth a
+ * change. */
 static int disk_choose(k3_engine *e, k3_error *err) {
     const k3_options *o = &e->opt;
     k3_plan *p = &e->plan;
@@ -3018,16 +3140,19 @@ static int disk_choose(k3_engine *e, k3_error *err) {
     bool is_all_here = p->streamed_bytes == 0 && p->quota == e->sh.n_experts;
     if (!is_all_here && p->slot_bytes > (1u << 20) && e->store.n_slots > 0) {
         double best = probe(e, p->is_uring, p->is_direct, p->io_depth, &seed), speed;
-        if (o->direct == K3_AUTO && (speed = probe(e, p->is_uring, true, p->io_depth, &seed)) > 1.03 * best) {
+        if (o->direct == K3_AUTO &&
+            (speed = probe(e, p->is_uring, true, p->io_depth, &seed)) > 1.03 * best) {
             best = speed;
             p->is_direct = true;
         }
-        if (o->io == K3_IO_AUTO && (speed = probe(e, true, p->is_direct, p->io_depth, &seed)) > 1.03 * best) {
+        if (o->io == K3_IO_AUTO &&
+            (speed = probe(e, true, p->is_direct, p->io_depth, &seed)) > 1.03 * best) {
             best = speed;
             p->is_uring = true;
         }
         for (int depth = 2; !o->io_depth && depth <= 32; depth *= 4) {
-            if ((speed = probe(e, p->is_uring, p->is_direct, depth, &seed)) <= 1.03 * best) continue;
+            if ((speed = probe(e, p->is_uring, p->is_direct, depth, &seed)) <= 1.03 * best)
+                continue;
             best = speed;
             p->io_depth = depth;
         }
@@ -3044,13 +3169,14 @@ static int disk_choose(k3_engine *e, k3_error *err) {
  * sublayer share one arena. `packed` is the layout of kernels.h. Everything that has a row per
  * position is split over threads by position, every matrix by output rows, attention by heads.
  */
-#define ROW_TILE  96   /* output rows a thread takes at a time: three packed groups, and a
-                          multiple of the 6 rows that the kernels keep in flight     */
-#define KDA_TILE  32   /* positions whose q, k, v, a of one head are held at once */
-#define MLA_BLOCK 256  /* positions per softmax block (NUMERICS 3)               */
-#define MLA_TOK   8    /* positions x heads whose queries share a pass over the cache */
+#define ROW_TILE                                                                                   \
+    96                /* output rows a thread takes at a time: three packed groups, and a          \
+                         multiple of the 6 rows that the kernels keep in flight     */
+#define KDA_TILE 32   /* positions whose q, k, v, a of one head are held at once */
+#define MLA_BLOCK 256 /* positions per softmax block (NUMERICS 3)               */
+#define MLA_TOK 8     /* positions x heads whose queries share a pass over the cache */
 #define MLA_HEADS 8
-#define MLA_ROWS  (MLA_TOK * MLA_HEADS)
+#define MLA_ROWS (MLA_TOK * MLA_HEADS)
 
 typedef struct { /* [T][.] each; `p` marks packed */
     float *raw[3], *g, *f, *fa, *fap, *b, *att, *attp;
@@ -3066,8 +3192,8 @@ typedef struct {
 
 typedef struct {
     float *router, *z, *zp, *sg, *su, *shp, *up, *r, *rp;
-    int64_t *Q;             /* [T][latent] the exact sum             */
-    float *zpair, *hpair;   /* [max_pairs][latent], [..][inter], packed per expert */
+    int64_t *Q;           /* [T][latent] the exact sum             */
+    float *zpair, *hpair; /* [max_pairs][latent], [..][inter], packed per expert */
 } moe_bufs;
 
 typedef struct {
@@ -3075,29 +3201,29 @@ typedef struct {
     uint32_t at;           /* its first pair in the batch being computed   */
     float weight;          /* sum of its router weights in the chunk       */
     bool is_computed;
-    slot *slot;            /* NULL: not asked for yet                      */
+    slot *slot; /* NULL: not asked for yet                      */
     expert_view view;
 } routed;
 
 struct scratch {
-    float *P, *x, *f;  /* [chunk][hidden]: running sum, mixed input, sublayer output */
-    float *xp;         /* packed normed input                                        */
-    float *blocks;     /* [n_blocks][chunk][hidden]                                  */
+    float *P, *x, *f; /* [chunk][hidden]: running sum, mixed input, sublayer output */
+    float *xp;        /* packed normed input                                        */
+    float *blocks;    /* [n_blocks][chunk][hidden]                                  */
     kda_bufs kda;
     mla_bufs mla;
     dense_bufs dense;
     moe_bufs moe;
-    float *local;      /* [n_threads][local_floats] */
+    float *local; /* [n_threads][local_floats] */
     uint64_t local_floats;
-    uint16_t *embed;   /* [hidden] one bf16 row     */
-    uint64_t *trace;   /* [chunk][n_layers]         */
-    uint32_t *pick;    /* [chunk][top_k] ids, ascending      */
-    float *pick_w;     /* [chunk][top_k]                     */
-    uint32_t *n_of;    /* [n_experts] pairs of each expert   */
-    routed *routed;    /* [n_experts] distinct, by id        */
-    routed **batch;    /* [n_experts] those to compute now   */
-    uint32_t *queue;   /* [n_experts] routed[] still to be fetched, by place in the file */
-    uint32_t *pair_t;  /* [chunk x top_k] position, by expert */
+    uint16_t *embed;  /* [hidden] one bf16 row     */
+    uint64_t *trace;  /* [chunk][n_layers]         */
+    uint32_t *pick;   /* [chunk][top_k] ids, ascending      */
+    float *pick_w;    /* [chunk][top_k]                     */
+    uint32_t *n_of;   /* [n_experts] pairs of each expert   */
+    routed *routed;   /* [n_experts] distinct, by id        */
+    routed **batch;   /* [n_experts] those to compute now   */
+    uint32_t *queue;  /* [n_experts] routed[] still to be fetched, by place in the file */
+    uint32_t *pair_t; /* [chunk x top_k] position, by expert */
     float *pair_w;
     uint32_t max_pairs; /* most pairs computed together      */
     float *guess;       /* [n_experts] the next layer's scores */
@@ -3111,9 +3237,9 @@ typedef struct {
     k3_session *s;
     struct scratch *b;
     const k3_kernels *k;
-    size_t T;          /* positions in this chunk         */
-    uint64_t pos;      /* absolute position of the first  */
-    uint32_t n_blocks; /* AttnRes blocks so far           */
+    size_t T;             /* positions in this chunk         */
+    uint64_t pos;         /* absolute position of the first  */
+    uint32_t n_blocks;    /* AttnRes blocks so far           */
     const uint16_t *kv_b; /* of the MLA layer at work     */
     uint64_t done, total; /* positions x layers, for progress */
     k3_error *err;
@@ -3258,7 +3384,7 @@ static int scratch_open(k3_engine *e, k3_error *err) {
 
 /* y[t][r] = W[r] . x[t] for all rows of matrix t of a layer. */
 typedef struct {
-    float *y;        /* [T][rows]       */
+    float *y; /* [T][rows]       */
     enum tensor t;
     const float *xp; /* packed [T][cols] */
 } job;
@@ -3266,7 +3392,8 @@ typedef struct {
 #define MAX_JOBS 8
 
 /* Rows [row, row + n_rows) of a job, weights at w; one thread. */
-static void linear_rows(const step *st, size_t T, const job *b, const uint16_t *w, size_t row, size_t n_rows) {
+static void linear_rows(const step *st, size_t T, const job *b, const uint16_t *w, size_t row,
+                        size_t n_rows) {
     size_t n = tensor_cols(&st->e->files, b->t), ldy = tensor_rows(&st->e->files, b->t);
     fp_default();
     st->k->matmul_bf16(b->y + row, ldy, w, n, n_rows, n, b->xp, T);
@@ -3277,14 +3404,17 @@ static void linear_resident(const step *st, uint32_t il, size_t T, const job *jo
     const layer *ly = &st->e->layers[il];
     size_t first[MAX_JOBS + 1] = {0};
     for (int j = 0; j < n_jobs; j++)
-        first[j + 1] = first[j] + (ly->m[jobs[j].t] ? (tensor_rows(&st->e->files, jobs[j].t) + ROW_TILE - 1) / ROW_TILE : 0);
+        first[j + 1] =
+            first[j] + (ly->m[jobs[j].t]
+                            ? (tensor_rows(&st->e->files, jobs[j].t) + ROW_TILE - 1) / ROW_TILE
+                            : 0);
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
     for (size_t i = 0; i < first[n_jobs]; i++) {
         int j = 0;
         while (i >= first[j + 1]) j++;
         size_t row = (i - first[j]) * ROW_TILE, rows = tensor_rows(&st->e->files, jobs[j].t);
-        linear_rows(st, T, &jobs[j], ly->m[jobs[j].t] + row * tensor_cols(&st->e->files, jobs[j].t), row,
-                    rows - row < ROW_TILE ? rows - row : ROW_TILE);
+        linear_rows(st, T, &jobs[j], ly->m[jobs[j].t] + row * tensor_cols(&st->e->files, jobs[j].t),
+                    row, rows - row < ROW_TILE ? rows - row : ROW_TILE);
     }
 }
 
@@ -3299,7 +3429,8 @@ static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
         size_t n_tiles = (p->n_rows + ROW_TILE - 1) / ROW_TILE;
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
         for (size_t i = 0; i < n_tiles; i++) {
-            size_t row = i * ROW_TILE, rows = p->n_rows - row < ROW_TILE ? p->n_rows - row : ROW_TILE;
+            size_t row = i * ROW_TILE,
+                   rows = p->n_rows - row < ROW_TILE ? p->n_rows - row : ROW_TILE;
             linear_rows(st, T, b, w + row * n, p->row + row, rows);
         }
         done += p->n_rows;
@@ -3318,7 +3449,8 @@ static int linear(step *st, uint32_t il, size_t T, const job *jobs, int n_jobs) 
 }
 
 /* xp = packed x[t][0..n), rows ldx apart. */
-static void pack_rows(const k3_engine *e, size_t T, float *xp, const float *x, size_t ldx, size_t n) {
+static void pack_rows(const k3_engine *e, size_t T, float *xp, const float *x, size_t ldx,
+                      size_t n) {
 #pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
     for (size_t t = 0; t < T; t++) {
         fp_default();
@@ -3336,8 +3468,8 @@ static void rms(const k3_kernels *k, float *x, const float *w, size_t n, float e
 }
 
 /* Normalise each row in place and pack it. */
-static void rms_pack_rows(const k3_engine *e, size_t T, float *xp, float *x, size_t ldx, const float *w,
-                          size_t n, float eps) {
+static void rms_pack_rows(const k3_engine *e, size_t T, float *xp, float *x, size_t ldx,
+                          const float *w, size_t n, float eps) {
 #pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
     for (size_t t = 0; t < T; t++) {
         fp_default();
@@ -3347,7 +3479,8 @@ static void rms_pack_rows(const k3_engine *e, size_t T, float *xp, float *x, siz
 }
 
 /* h = SiTU(g, u), packed: the inside of every gated MLP. g is overwritten. */
-static void situ_pack_rows(const k3_engine *e, size_t T, float *hp, float *g, const float *u, size_t n) {
+static void situ_pack_rows(const k3_engine *e, size_t T, float *hp, float *g, const float *u,
+                           size_t n) {
 #pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
     for (size_t t = 0; t < T; t++) {
         fp_default();
@@ -3385,7 +3518,8 @@ static float *kda_history(const step *st, uint32_t il) {
 /* The sample of channel row `t` (may be negative: history) of projection c. */
 static const float *kda_sample(const step *st, const float *history, int c, int64_t t) {
     size_t n = (size_t)st->e->sh.kda_heads * st->e->sh.kda_dim;
-    return t >= 0 ? st->b->kda.raw[c] + (size_t)t * n : history + ((size_t)c * 3 + (size_t)(t + 3)) * n;
+    return t >= 0 ? st->b->kda.raw[c] + (size_t)t * n
+                  : history + ((size_t)c * 3 + (size_t)(t + 3)) * n;
 }
 
 /* silu(causal conv) of head h at position t of the chunk (K3-SPEC 3.3 step 2). */
@@ -3470,15 +3604,15 @@ typedef struct {
     const step *st;
     uint32_t il;
     size_t h0, nh, t0, nt;
-    size_t row;              /* floats of a cache row: k3_pad(kv_lora + rope)  */
-    size_t lora;             /* k3_pad(kv_lora)                                */
-    const float *cache;      /* [context][row], packed                         */
-    float *qabs, *plain;     /* [nt][kv_lora], one query                       */
-    float *qp;               /* packed queries [nt x nh][row]                  */
-    float *score;            /* [nt x nh][MLA_BLOCK]                           */
-    float *ctx, *ctx_b;      /* [nt x nh][lora], [nh][lora]: in packed order   */
-    float *ctxp;             /* packed [nt][kv_lora] of one head               */
-    float *m, *Z;            /* [nt x nh] running maximum, sum                 */
+    size_t row;          /* floats of a cache row: k3_pad(kv_lora + rope)  */
+    size_t lora;         /* k3_pad(kv_lora)                                */
+    const float *cache;  /* [context][row], packed                         */
+    float *qabs, *plain; /* [nt][kv_lora], one query                       */
+    float *qp;           /* packed queries [nt x nh][row]                  */
+    float *score;        /* [nt x nh][MLA_BLOCK]                           */
+    float *ctx, *ctx_b;  /* [nt x nh][lora], [nh][lora]: in packed order   */
+    float *ctxp;         /* packed [nt][kv_lora] of one head               */
+    float *m, *Z;        /* [nt x nh] running maximum, sum                 */
 } mla_tile;
 
 static void mla_tile_carve(mla_tile *a, float *local) {
@@ -3511,7 +3645,8 @@ static void mla_queries(const mla_tile *a) {
     size_t dim = sh->nope_dim + sh->rope_dim, ldq = sh->n_heads * dim, lora = sh->kv_lora;
     for (size_t hi = 0; hi < a->nh; hi++) {
         const float *q = a->st->b->mla.q + a->t0 * ldq + (a->h0 + hi) * dim;
-        k->chain_bf16(a->qabs, lora, mla_kv_b(a, a->h0 + hi), lora, sh->nope_dim, lora, q, ldq, a->nt);
+        k->chain_bf16(a->qabs, lora, mla_kv_b(a, a->h0 + hi), lora, sh->nope_dim, lora, q, ldq,
+                      a->nt);
         for (size_t ti = 0; ti < a->nt; ti++) {
             memcpy(a->plain, a->qabs + ti * lora, lora * sizeof(float));
             memcpy(a->plain + lora, q + ti * ldq + sh->nope_dim, sh->rope_dim * sizeof(float));
@@ -3584,8 +3719,8 @@ static void mla_output(const mla_tile *a) {
                 a->plain[j] = ctx[j / K3_GROUP * K3_GROUP + k3_xp_lane(j % K3_GROUP)];
             k->pack(a->ctxp, a->nt, ti, a->plain, lora);
         }
-        k->matmul_bf16(m->att + at, ldo, mla_kv_b(a, h) + sh->nope_dim * lora, lora, sh->v_dim, lora,
-                       a->ctxp, a->nt);
+        k->matmul_bf16(m->att + at, ldo, mla_kv_b(a, h) + sh->nope_dim * lora, lora, sh->v_dim,
+                       lora, a->ctxp, a->nt);
         for (size_t ti = 0; ti < a->nt; ti++)
             k->mul_sigmoid(m->att + at + ti * ldo, m->att + at + ti * ldo, m->g + at + ti * ldo,
                            sh->v_dim);
@@ -3646,7 +3781,8 @@ static int mla(step *st, uint32_t il) {
     k3_engine *e = st->e;
     const mla_bufs *b = &st->b->mla;
     size_t T = st->T, n_o = (size_t)e->sh.n_heads * e->sh.v_dim;
-    const job in[] = {{b->cq, T_Q_A, st->b->xp}, {b->kv, T_KV_A, st->b->xp}, {b->g, T_MLA_G, st->b->xp}};
+    const job in[] = {
+        {b->cq, T_Q_A, st->b->xp}, {b->kv, T_KV_A, st->b->xp}, {b->g, T_MLA_G, st->b->xp}};
     const piece *p;
     int rc = linear(st, il, T, in, 3);
     if (rc < 0) return rc;
@@ -3709,9 +3845,9 @@ static int router(step *st, uint32_t il) {
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static) if (st->T > 1)
     for (size_t t = 0; t < st->T; t++) {
         fp_default();
-        int64_t ie = route(st->k, sh, b->moe.router + t * sh->n_experts,
-                           st->e->layers[il].v[T_ROUTER_BIAS], b->pick + t * sh->top_k,
-                           b->pick_w + t * sh->top_k);
+        int64_t ie =
+            route(st->k, sh, b->moe.router + t * sh->n_experts, st->e->layers[il].v[T_ROUTER_BIAS],
+                  b->pick + t * sh->top_k, b->pick_w + t * sh->top_k);
         if (ie >= 0) {
 #pragma omp critical(k3_router)
             if (bad_t < 0 || (int64_t)t < bad_t) {
@@ -3722,20 +3858,20 @@ static int router(step *st, uint32_t il) {
     }
     if (bad_t < 0) return 0;
     return fail(st->err, K3_ENUMERIC,
-                "layer %u, router: the score of expert %lld at position %llu is NaN or infinite", il,
-                (long long)bad_e, (unsigned long long)(st->pos + (uint64_t)bad_t));
+                "layer %u, router: the score of expert %lld at position %llu is NaN or infinite",
+                il, (long long)bad_e, (unsigned long long)(st->pos + (uint64_t)bad_t));
 }
 
 /* ==== 11. Experts ====================================================================
  *
  * The chunk's (position, expert) pairs are sorted by expert, so that each distinct expert is read
  * once. Reads begin the moment the router has spoken; what is here is computed at once, the rest as
- * it arrives. Each pair's output is weighted, rounded to steps of 2^-40 and added as an integer: the
- * sum does not depend on who computed what, in which order (NUMERICS 5).
+ * it arrives. Each pair's output is weighted, rounded to steps of 2^-40 and added as an integer:
+ * the sum does not depend on who computed what, in which order (NUMERICS 5).
  */
 
-/* Sort the picks of the chunk by expert. Returns the number of distinct experts; n_of[] becomes each
- * expert's number of pairs. */
+/* Sort the picks of the chunk by expert. Returns the number of distinct experts; n_of[] becomes
+ * each expert's number of pairs. */
 static uint32_t experts_sort(step *st) {
     const k3_shape *sh = &st->e->sh;
     struct scratch *b = st->b;
@@ -3773,12 +3909,15 @@ static void expert_inner(const step *st, const routed *r, size_t row, float *loc
     const float *z = st->T == 1 ? m->zp : m->zpair + r->at * lat;
     float *g = local, *u = local + n * rows, *h = m->hpair + r->at * (size_t)sh->expert_inter;
     const uint8_t *const *w = r->view.p;
-    st->k->matmul_mxfp4(g, rows, w[W1_PACKED] + row * (lat / 2), w[W1_SCALE] + row * (lat / K3_GROUP), rows, lat, z, n);
-    st->k->matmul_mxfp4(u, rows, w[W3_PACKED] + row * (lat / 2), w[W3_SCALE] + row * (lat / K3_GROUP), rows, lat, z, n);
+    st->k->matmul_mxfp4(g, rows, w[W1_PACKED] + row * (lat / 2),
+                        w[W1_SCALE] + row * (lat / K3_GROUP), rows, lat, z, n);
+    st->k->matmul_mxfp4(u, rows, w[W3_PACKED] + row * (lat / 2),
+                        w[W3_SCALE] + row * (lat / K3_GROUP), rows, lat, z, n);
     st->k->situ(g, g, u, sh->situ_beta, sh->situ_linear_beta, n * rows);
     for (size_t j = 0; j < n; j++)
         for (size_t i = 0; i < rows; i++)
-            h[k3_xp_group(sh->expert_inter, n, j, (row + i) / K3_GROUP) + k3_xp_lane(i % K3_GROUP)] = g[j * rows + i];
+            h[k3_xp_group(sh->expert_inter, n, j, (row + i) / K3_GROUP) +
+              k3_xp_lane(i % K3_GROUP)] = g[j * rows + i];
 }
 
 /* Q += q40(w * (w2 h)) for one tile of rows of one expert. Returns the row of the first term that
@@ -3788,12 +3927,13 @@ static int64_t expert_outer(const step *st, const routed *r, size_t row, float *
     const moe_bufs *m = &st->b->moe;
     size_t inter = sh->expert_inter, n = r->n, rows = tile_rows(row, sh->latent);
     const uint8_t *const *w = r->view.p;
-    st->k->matmul_mxfp4(local, rows, w[W2_PACKED] + row * (inter / 2), w[W2_SCALE] + row * (inter / K3_GROUP), rows,
-                        inter, m->hpair + r->at * inter, n);
+    st->k->matmul_mxfp4(local, rows, w[W2_PACKED] + row * (inter / 2),
+                        w[W2_SCALE] + row * (inter / K3_GROUP), rows, inter,
+                        m->hpair + r->at * inter, n);
     for (size_t j = 0; j < n; j++) {
         uint32_t pair = r->first + (uint32_t)j;
-        size_t bad = st->k->add_q40(m->Q + st->b->pair_t[pair] * (size_t)sh->latent + row, local + j * rows,
-                                    st->b->pair_w[pair], rows);
+        size_t bad = st->k->add_q40(m->Q + st->b->pair_t[pair] * (size_t)sh->latent + row,
+                                    local + j * rows, st->b->pair_w[pair], rows);
         if (bad < rows) return (int64_t)(row + bad);
     }
     return -1;
@@ -3808,7 +3948,8 @@ static void experts_gather(const step *st, uint32_t n_batch) {
         const routed *r = st->b->batch[x];
         fp_default();
         for (uint32_t j = 0; j < r->n; j++)
-            st->k->pack(st->b->moe.zpair + r->at * lat, r->n, j, st->b->moe.z + st->b->pair_t[r->first + j] * lat, lat);
+            st->k->pack(st->b->moe.zpair + r->at * lat, r->n, j,
+                        st->b->moe.z + st->b->pair_t[r->first + j] * lat, lat);
     }
 }
 
@@ -3819,7 +3960,8 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
     uint32_t bad_e = UINT32_MAX;
     int64_t bad_row = -1;
     experts_gather(st, n_batch);
-    size_t n_inner = (sh->expert_inter + ROW_TILE - 1) / ROW_TILE * (size_t)n_batch; /* tile-major: even load */
+    size_t n_inner =
+        (sh->expert_inter + ROW_TILE - 1) / ROW_TILE * (size_t)n_batch; /* tile-major: even load */
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
     for (size_t i = 0; i < n_inner; i++) {
         fp_default();
@@ -3831,7 +3973,8 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
         fp_default();
         for (uint32_t x = 0; x < n_batch; x++) {
             const routed *r = b->batch[x];
-            int64_t row = expert_outer(st, r, i * ROW_TILE, b->local + (size_t)thread_index() * b->local_floats);
+            int64_t row = expert_outer(st, r, i * ROW_TILE,
+                                       b->local + (size_t)thread_index() * b->local_floats);
             if (row < 0) continue;
 #pragma omp critical(k3_experts)
             if (r->ie < bad_e || (r->ie == bad_e && row < bad_row)) {
@@ -3842,11 +3985,13 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
         }
     }
     if (bad_row < 0) return 0;
-    return fail(st->err, K3_ENUMERIC, "layer %u, expert %u: output %lld is NaN or not below 2^17 in size", il, bad_e,
+    return fail(st->err, K3_ENUMERIC,
+                "layer %u, expert %u: output %lld is NaN or not below 2^17 in size", il, bad_e,
                 (long long)bad_row);
 }
 
-/* Pin what is here or on its way; queue the rest by place in the files. Returns how many are queued. */
+/* Pin what is here or on its way; queue the rest by place in the files. Returns how many are
+ * queued. */
 static uint32_t experts_pin(step *st, uint32_t il, uint32_t n_routed) {
     k3_engine *e = st->e;
     struct scratch *b = st->b;
@@ -3864,8 +4009,11 @@ static uint32_t experts_pin(step *st, uint32_t il, uint32_t n_routed) {
         const expert_place *at = model_expert(&e->files, &e->sh, il, r->ie);
         uint32_t q = n_queue++; /* insertion: usually 16, in no order */
         for (; q > 0; q--) {
-            const expert_place *o = model_expert(&e->files, &e->sh, il, b->routed[b->queue[q - 1]].ie);
-            if (o->shard[0] < at->shard[0] || (o->shard[0] == at->shard[0] && o->offset[0] < at->offset[0])) break;
+            const expert_place *o =
+                model_expert(&e->files, &e->sh, il, b->routed[b->queue[q - 1]].ie);
+            if (o->shard[0] < at->shard[0] ||
+                (o->shard[0] == at->shard[0] && o->offset[0] < at->offset[0]))
+                break;
             b->queue[q] = b->queue[q - 1];
         }
         b->queue[q] = x;
@@ -3900,7 +4048,9 @@ static void experts_guess(step *st, uint32_t il) {
     const k3_shape *sh = &e->sh;
     uint32_t id[K3_MAX_TOP_K];
     float w[K3_MAX_TOP_K];
-    if (e->opt.no_look_ahead || st->T != 1 || il >= sh->n_layers || il < sh->n_dense || s->quota == sh->n_experts) return;
+    if (e->opt.no_look_ahead || st->T != 1 || il >= sh->n_layers || il < sh->n_dense ||
+        s->quota == sh->n_experts)
+        return;
     if (!e->layers[il].m[T_ROUTER] || s->n_free == 0) return;
     linear_resident(st, il, 1, &(job){st->b->guess, T_ROUTER, st->b->xp}, 1);
     if (route(st->k, sh, st->b->guess, e->layers[il].v[T_ROUTER_BIAS], id, w) >= 0) return;
@@ -3965,7 +4115,10 @@ static int moe(step *st, uint32_t il) {
     const moe_bufs *b = &st->b->moe;
     size_t T = st->T, H = e->sh.hidden, lat = e->sh.latent;
     const float *xp = st->b->xp;
-    const job in[] = {{b->router, T_ROUTER, xp}, {b->z, T_LAT_DOWN, xp}, {b->sg, T_SH_GATE, xp}, {b->su, T_SH_UP, xp}};
+    const job in[] = {{b->router, T_ROUTER, xp},
+                      {b->z, T_LAT_DOWN, xp},
+                      {b->sg, T_SH_GATE, xp},
+                      {b->su, T_SH_UP, xp}};
     int rc = linear(st, il, T, in, 4);
     if (rc < 0 || (rc = router(st, il)) < 0) return rc;
     situ_pack_rows(e, T, b->shp, b->sg, b->su, e->sh.shared_inter);
@@ -4030,7 +4183,8 @@ static void mix(const step *st, size_t t, const float *u, float *out) {
 }
 
 /* xp = packed rms(MIX(blocks, P; u); norm): the input of a sublayer, for positions t0.. */
-static void mix_pack_rows(const step *st, size_t t0, size_t n_rows, const float *u, const float *norm) {
+static void mix_pack_rows(const step *st, size_t t0, size_t n_rows, const float *u,
+                          const float *norm) {
     size_t H = st->e->sh.hidden;
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static) if (n_rows > 1)
     for (size_t i = 0; i < n_rows; i++) {
@@ -4079,8 +4233,8 @@ static int layer_check(step *st, uint32_t il) {
         }
     }
     if (bad < 0) return 0;
-    return fail(st->err, K3_ENUMERIC, "layer %u: the residual at position %llu is NaN or infinite", il,
-                (unsigned long long)(st->pos + (uint64_t)bad));
+    return fail(st->err, K3_ENUMERIC, "layer %u: the residual at position %llu is NaN or infinite",
+                il, (unsigned long long)(st->pos + (uint64_t)bad));
 }
 
 /* One layer over the chunk, as K3-SPEC 3.0 writes it. */
@@ -4094,12 +4248,12 @@ static int forward_layer(step *st, uint32_t il) {
     if (is_push) push_block(st);                              /* the raw P, not x         */
     rc = sh->is_mla[il] ? mla(st, il) : kda(st, il);          /* f = attention(x)         */
     if (rc < 0) return rc;
-    residual(st, is_push);                                    /* P = f, or P + f          */
+    residual(st, is_push); /* P = f, or P + f          */
 
     mix_pack_rows(st, 0, st->T, ly->u_mlp, ly->v[T_POST_NORM]);
-    rc = il < sh->n_dense ? dense(st, il) : moe(st, il);      /* f = FFN(x)               */
+    rc = il < sh->n_dense ? dense(st, il) : moe(st, il); /* f = FFN(x)               */
     if (rc < 0) return rc;
-    residual(st, false);                                      /* P = P + f                */
+    residual(st, false); /* P = P + f                */
     return layer_check(st, il);
 }
 
@@ -4127,7 +4281,8 @@ static int forward(step *st, const uint32_t *ids, size_t n_rows, float *logits) 
     for (uint32_t il = 0; rc == 0 && il < sh->n_layers; il++) {
         rc = forward_layer(st, il);
         st->done += st->T;
-        if (rc == 0) rc = engine_progress(st->e, K3_PHASE_COMPUTE, st->done, st->total, (int)il, st->err);
+        if (rc == 0)
+            rc = engine_progress(st->e, K3_PHASE_COMPUTE, st->done, st->total, (int)il, st->err);
     }
     if (rc == 0 && n_rows > 0) rc = forward_head(st, n_rows, logits);
     if (rc < 0 || !st->s->trace) return rc;
@@ -4203,7 +4358,8 @@ uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size,
     fp_default();
     candidate *c = scratch;
     size_t n = vocab_size;
-    for (size_t i = 0; i < n; i++) c[i] = (candidate){logits[i] / sp->temperature, 0.0f, (uint32_t)i};
+    for (size_t i = 0; i < n; i++)
+        c[i] = (candidate){logits[i] / sp->temperature, 0.0f, (uint32_t)i};
     qsort(c, n, sizeof *c, candidate_order);
     if (!isfinite(c[0].l)) { /* so small a temperature that logits overflow: its limit is greedy */
         fp_restore(fp);
@@ -4235,8 +4391,8 @@ uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size,
  */
 static uint64_t layer_state_bytes(const k3_shape *sh, uint32_t il, uint64_t context) {
     uint64_t n = (uint64_t)sh->kda_heads * sh->kda_dim;
-    uint64_t floats = sh->is_mla[il] ? context * k3_pad(sh->kv_lora + sh->rope_dim)
-                                     : n * sh->kda_dim + 9 * n;
+    uint64_t floats =
+        sh->is_mla[il] ? context * k3_pad(sh->kv_lora + sh->rope_dim) : n * sh->kda_dim + 9 * n;
     return round_up(floats * sizeof(float), 64);
 }
 
@@ -4290,9 +4446,9 @@ void k3_session_free(k3_session *s) {
 }
 
 void k3_session_reset(k3_session *s) {
-    for (uint32_t il = 0; il < s->e->sh.n_layers; il++) /* cache rows are written before they are read */
-        if (!s->e->sh.is_mla[il])
-            memset(s->state[il], 0, layer_state_bytes(&s->e->sh, il, 0));
+    for (uint32_t il = 0; il < s->e->sh.n_layers;
+         il++) /* cache rows are written before they are read */
+        if (!s->e->sh.is_mla[il]) memset(s->state[il], 0, layer_state_bytes(&s->e->sh, il, 0));
     s->pos = 0;
     s->is_broken = false;
 }
@@ -4303,13 +4459,14 @@ static int feed_check(const k3_session *s, const uint32_t *ids, size_t n, k3_err
     if (n == 0) return fail(err, K3_EUSAGE, "no ids: there is nothing to continue");
     for (size_t i = 0; i < n; i++)
         if (ids[i] >= s->e->sh.vocab_size)
-            return fail(err, K3_EUSAGE, "id %u at index %zu is not below the vocabulary of %u", ids[i], i,
-                        s->e->sh.vocab_size);
+            return fail(err, K3_EUSAGE, "id %u at index %zu is not below the vocabulary of %u",
+                        ids[i], i, s->e->sh.vocab_size);
     if (n > s->context - s->pos)
-        return fail(err, K3_EFULL,
-                    "context full: %zu more positions after %llu exceed the context of %llu; give a "
-                    "larger --context",
-                    n, (unsigned long long)s->pos, (unsigned long long)s->context);
+        return fail(
+            err, K3_EFULL,
+            "context full: %zu more positions after %llu exceed the context of %llu; give a "
+            "larger --context",
+            n, (unsigned long long)s->pos, (unsigned long long)s->context);
     return 0;
 }
 
@@ -4326,9 +4483,7 @@ int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, 
     for (size_t at = 0; rc == 0 && at < n; at += st.T) {
         st.T = n - at < (size_t)e->chunk ? n - at : (size_t)e->chunk;
         st.pos = s->pos;
-        size_t n_rows = rows == K3_ROWS_ALL                         ? st.T
-                        : rows == K3_ROWS_LAST && at + st.T == n ? 1
-                                                                  : 0;
+        size_t n_rows = rows == K3_ROWS_ALL ? st.T : rows == K3_ROWS_LAST && at + st.T == n ? 1 : 0;
         float *to = rows == K3_ROWS_ALL ? logits + at * e->sh.vocab_size : logits;
         rc = forward(&st, ids + at, n_rows, to);
         if (rc == 0) s->pos += st.T;
@@ -4389,18 +4544,17 @@ static const k3_kernels *const LINKED[] = {
 #define N_LINKED (sizeof LINKED / sizeof *LINKED)
 
 const char *const *k3_kernels_linked(void) {
-    static const char *const name[] = {
-        "ref",
+    static const char *const name[] = {"ref",
 #ifdef K3_HAVE_avx2
-        "avx2",
+                                       "avx2",
 #endif
 #ifdef K3_HAVE_avx512
-        "avx512",
+                                       "avx512",
 #endif
 #ifdef K3_HAVE_neon
-        "neon",
+                                       "neon",
 #endif
-        NULL};
+                                       NULL};
     return name;
 }
 
@@ -4428,7 +4582,8 @@ static const k3_kernels *kernels_pick(const char *name, k3_error *err) {
     }
     if (!name) return best;
     fail(err, K3_EUSAGE, "kernels %s: %s; this one has: %s", name,
-         k3_kernels_find(name) ? "this CPU cannot run them" : "this build does not have them", have);
+         k3_kernels_find(name) ? "this CPU cannot run them" : "this build does not have them",
+         have);
     return NULL;
 }
 
@@ -4459,8 +4614,9 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
     if (!(o->eps_lora > 0.0f) || !isfinite(o->eps_lora))
         return fail(err, K3_EUSAGE, "lora eps must be a number above 0");
     if (!fma_is_exact())
-        return fail(err, K3_EUSAGE,
-                    "this machine's fmaf rounds twice or flushes subnormals: it cannot give the hash");
+        return fail(
+            err, K3_EUSAGE,
+            "this machine's fmaf rounds twice or flushes subnormals: it cannot give the hash");
     e->dir = strdup(o->model_dir);
     e->kern = kernels_pick(o->kernels, err);
     if (!e->kern) return K3_EUSAGE;
@@ -4478,8 +4634,8 @@ static int engine_load(k3_engine *e, k3_error *err) {
     rc = plan_make(e, err);
     if (rc == K3_EBUDGET && e->opt.headers_only) return 0; /* the plan names the floor */
     if (rc < 0 || e->opt.headers_only) return rc;
-    if ((rc = scratch_open(e, err)) < 0 || (rc = store_open(e, err)) < 0 || (rc = stream_open(e, err)) < 0 ||
-        (rc = disk_choose(e, err)) < 0)
+    if ((rc = scratch_open(e, err)) < 0 || (rc = store_open(e, err)) < 0 ||
+        (rc = stream_open(e, err)) < 0 || (rc = disk_choose(e, err)) < 0)
         return rc;
     return trunk_open(e, err);
 }
@@ -4505,7 +4661,8 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
     if (rc < 0) {
         k3_engine_close(e);
     } else {
-        if (err) err->text[0] = 0; /* a mirror without a shard, a mode that the probe could not have */
+        if (err)
+            err->text[0] = 0; /* a mirror without a shard, a mode that the probe could not have */
         *out = e;
     }
     return rc;
@@ -4539,7 +4696,8 @@ const k3_plan *k3_engine_plan(const k3_engine *e) { return &e->plan; }
 /* ---- verify ---- */
 
 /* One trunk tensor in pieces: every value finite. */
-static int verify_tensor(k3_engine *e, const name_id *id, uint8_t *buf, uint64_t cap, k3_error *err) {
+static int verify_tensor(k3_engine *e, const name_id *id, uint8_t *buf, uint64_t cap,
+                         k3_error *err) {
     const place *at = model_place(&e->files, id);
     enum dtype dtype = TENSOR[id->tensor].dtype;
     uint64_t n = tensor_bytes(e->files.dims, id->tensor), width = DTYPE_BYTES[dtype];
@@ -4553,9 +4711,11 @@ static int verify_tensor(k3_engine *e, const name_id *id, uint8_t *buf, uint64_t
             if ((top & 0x7f80) != 0x7f80) continue;
             char name[256];
             name_write(id, name, sizeof name);
-            return fail(err, K3_EMODEL, "%s: element %llu is NaN or infinite (%s, offset 0x%llx); download it again",
-                        name, (unsigned long long)((done + i) / width), e->files.shards[at->shard].name,
-                        (unsigned long long)(at->offset + done + i));
+            return fail(
+                err, K3_EMODEL,
+                "%s: element %llu is NaN or infinite (%s, offset 0x%llx); download it again", name,
+                (unsigned long long)((done + i) / width), e->files.shards[at->shard].name,
+                (unsigned long long)(at->offset + done + i));
         }
         done += step_bytes;
     }
@@ -4580,7 +4740,8 @@ static int verify_expert(verify *v, uint32_t il, uint32_t ie) {
     for (int i = 0; i < n; i++) disk_wait(&e->io, &req[i]);
     for (int i = 0; i < n && rc == 0; i++)
         if (req[i].state == IO_FAILED)
-            rc = fail_in(v->err, disk_fail(&e->io, &req[i], v->err), "expert %u of layer %u", ie, il);
+            rc = fail_in(v->err, disk_fail(&e->io, &req[i], v->err), "expert %u of layer %u", ie,
+                         il);
     if (rc < 0) return rc;
     expert_locate(e, il, ie, req, n, &x);
     return expert_check(&e->sh, il, ie, &x, &e->files, v->err);
@@ -4598,14 +4759,16 @@ static int verify_visit(void *user, const name_id *id) {
         rc = verify_tensor(v->e, id, v->buf, v->cap, v->err);
         v->done += tensor_bytes(v->e->files.dims, id->tensor);
     }
-    return rc < 0 ? rc : engine_progress(v->e, K3_PHASE_VERIFY, v->done, v->total, (int)id->il, v->err);
+    return rc < 0 ? rc
+                  : engine_progress(v->e, K3_PHASE_VERIFY, v->done, v->total, (int)id->il, v->err);
 }
 
 int64_t k3_engine_verify(k3_engine *e, k3_error *err) {
     const k3_shape *sh = &e->sh;
     uint64_t room = expert_room(&e->files, sh), cap = room > (4u << 20) ? room : 4u << 20;
     verify v = {.e = e, .cap = cap, .err = err};
-    v.total = sh->trunk_bytes + (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts * sh->expert_bytes;
+    v.total =
+        sh->trunk_bytes + (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts * sh->expert_bytes;
     v.buf = ledger_take(&e->mem, cap, "verify", err);
     if (!v.buf) return e->mem.why;
     int rc = model_expect(sh, verify_visit, &v);

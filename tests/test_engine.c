@@ -96,7 +96,8 @@ static bool tsv_line(const char *path, int index, char *line, int cap, char **re
     bool is_found = false;
     while (f && !is_found && fgets(line, cap, f)) {
         char *tab;
-        is_found = strtol(line, &tab, 10) == index && *tab == '\t' && line[0] >= '0' && line[0] <= '9';
+        is_found =
+            strtol(line, &tab, 10) == index && *tab == '\t' && line[0] >= '0' && line[0] <= '9';
         *rest = tab + 1;
     }
     if (f) fclose(f);
@@ -113,8 +114,8 @@ static bool golden_hashes(int index, hashes *h) {
     char path[4096], line[256], *rest;
     snprintf(path, sizeof path, "%s/bits.tsv", demo_dir);
     return tsv_line(path, index, line, sizeof line, &rest) &&
-           sscanf(rest, "%llx %llx %llx", (unsigned long long *)&h->ids, (unsigned long long *)&h->logits,
-                  (unsigned long long *)&h->trace) == 3;
+           sscanf(rest, "%llx %llx %llx", (unsigned long long *)&h->ids,
+                  (unsigned long long *)&h->logits, (unsigned long long *)&h->trace) == 3;
 }
 
 #define N_GOLDEN 13
@@ -132,7 +133,8 @@ static void test_golden(const char *kernels, int n_threads, int chunk, int first
         if (!CHECK(n > 0 && golden_hashes(i, &want))) break;
         CHECK(generate(s, prompt, n, 32, out, &got) == 0);
         bool is_same = got.ids == want.ids && got.logits == want.logits && got.trace == want.trace;
-        if (!CHECK(is_same)) printf("    prompt %d, %s, %d threads, chunk %d\n", i, kernels, n_threads, chunk);
+        if (!CHECK(is_same))
+            printf("    prompt %d, %s, %d threads, chunk %d\n", i, kernels, n_threads, chunk);
     }
     k3_session_free(s);
     k3_engine_close(e);
@@ -149,7 +151,8 @@ static void test_golden_all(void) {
         test_golden(*k, 1, 64, 0, !is_quick ? 1 : strcmp(*k, "ref") == 0 ? 13 : 6);
         for (int t = 0; t < 3; t++)
             for (int c = 0; c < 3; c++)
-                if (!is_slow || t == c) test_golden(*k, threads[t], chunks[c], is_slow ? 0 : 2, is_slow ? 13 : 5);
+                if (!is_slow || t == c)
+                    test_golden(*k, threads[t], chunks[c], is_slow ? 0 : 2, is_slow ? 13 : 5);
     }
 }
 
@@ -179,7 +182,8 @@ static void test_golden_logits(void) {
         CHECK(k3_session_feed(s, prompt, n, K3_ROWS_LAST, logits, &err) == 0);
         double worst = 0;
         for (size_t v = 0; v < V; v++)
-            keep_max(&worst, fabs(logits[v] - json_object_get_double(json_object_array_get_idx(row, v))));
+            keep_max(&worst,
+                     fabs(logits[v] - json_object_get_double(json_object_array_get_idx(row, v))));
         if (!CHECK(worst < 5e-5)) printf("    case %zu: %g from the torch logits\n", i, worst);
         n_rows++;
     }
@@ -216,7 +220,8 @@ static bool trace_open(trace_file *t, const char *path) {
 }
 
 /* The next record: blocks and P before a layer, and what should come out. */
-static bool trace_layer(trace_file *t, struct scratch *b, size_t chunk, uint32_t *n_blocks, float *want) {
+static bool trace_layer(trace_file *t, struct scratch *b, size_t chunk, uint32_t *n_blocks,
+                        float *want) {
     size_t n = (size_t)t->n_pos * t->hidden;
     if (!read_u32(t->f, n_blocks, 1)) return false;
     for (uint32_t j = 0; j < *n_blocks; j++)
@@ -240,7 +245,8 @@ static void test_layers(k3_session *s, trace_file *t, const char *name) {
             keep_max(&worst, fabs((double)e->scratch->P[i] - want[i]));
             keep_max(&most, fabs((double)want[i]));
         }
-        if (!CHECK(worst <= 1e-5 * most)) printf("    %s layer %u: %g of %g\n", name, il, worst, most);
+        if (!CHECK(worst <= 1e-5 * most))
+            printf("    %s layer %u: %g of %g\n", name, il, worst, most);
     }
     float *row = malloc(t->vocab * sizeof *row), *head = malloc(t->vocab * sizeof *head);
     if (CHECK(trace_layer(t, e->scratch, (size_t)e->chunk, &st.n_blocks, NULL))) {
@@ -264,7 +270,8 @@ static void test_end_to_end(k3_session *s, const trace_file *t, const char *name
     float *row = malloc((size_t)t->n_pos * V * sizeof *row);
     k3_error err = {""};
     k3_session_reset(s);
-    if (!CHECK(k3_session_feed(s, t->ids, t->n_prompt, K3_ROWS_ALL, row, &err) == 0)) printf("    %s\n", err.text);
+    if (!CHECK(k3_session_feed(s, t->ids, t->n_prompt, K3_ROWS_ALL, row, &err) == 0))
+        printf("    %s\n", err.text);
     for (uint32_t p = t->n_prompt; p < t->n_pos; p++)
         CHECK(k3_session_feed(s, &t->ids[p], 1, K3_ROWS_LAST, row + p * V, &err) == 0);
     double lo = INFINITY, hi = -INFINITY, worst = 0;
@@ -273,7 +280,8 @@ static void test_end_to_end(k3_session *s, const trace_file *t, const char *name
         keep_max(&hi, t->logits[i]);
         keep_max(&worst, fabs((double)row[i] - t->logits[i]));
     }
-    if (!CHECK(worst <= 2e-4 * (hi - lo))) printf("    %s: logits %g apart, range %g\n", name, worst, hi - lo);
+    if (!CHECK(worst <= 2e-4 * (hi - lo)))
+        printf("    %s: logits %g apart, range %g\n", name, worst, hi - lo);
     for (uint32_t i = 0; i < t->n_gen; i++) {
         uint32_t id = k3_sample_greedy(row + (t->n_prompt - 1 + i) * V, V);
         if (t->margin[i] > 2e-4 * (hi - lo)) CHECK_EQ_INT(id, t->ids[t->n_prompt + i]);
@@ -282,7 +290,8 @@ static void test_end_to_end(k3_session *s, const trace_file *t, const char *name
 }
 
 /* The same model and prompt through every kernel set, thread count and chunk. */
-static void test_same_bits(const char *dir, const uint32_t *prompt, size_t n, size_t n_gen, const char *name) {
+static void test_same_bits(const char *dir, const uint32_t *prompt, size_t n, size_t n_gen,
+                           const char *name) {
     static const int threads[] = {1, 2, 3}, chunks[] = {1, 7, 64};
     hashes first = {0, 0, 0};
     for (const char *const *k = k3_kernels_linked(); *k; k++)
@@ -326,7 +335,8 @@ static void test_preset(const char *tmp, const char *preset) {
     snprintf(dir, sizeof dir, "%s/%s", tmp, preset);
     snprintf(trace, sizeof trace, "%s/trace.bin", dir);
     if (!CHECK(run_reference("make '%s' --preset %s", dir, preset)) ||
-        !CHECK(run_reference("run '%s' --ids 3,7,11,5,9,200,17,42,99,3,250,8 --tokens 4 --out '%s'", dir, trace)))
+        !CHECK(run_reference("run '%s' --ids 3,7,11,5,9,200,17,42,99,3,250,8 --tokens 4 --out '%s'",
+                             dir, trace)))
         return;
     k3_engine *e = open_model(dir, NULL, 0, 0);
     if (!CHECK(e && trace_open(&t, trace) && k3_session_new(&s, e, 0, &err) == 0)) return;
@@ -351,7 +361,9 @@ static void test_second_block(const char *tmp) {
     }
     test_same_bits(demo_dir, ids, is_quick ? 260 : 300, 4, "two MLA blocks");
     snprintf(trace, sizeof trace, "%s/long.bin", tmp);
-    if (is_quick || !CHECK(run_reference("run '%s' --ids %s --tokens 2 --out '%s'", demo_dir, list, trace))) return;
+    if (is_quick ||
+        !CHECK(run_reference("run '%s' --ids %s --tokens 2 --out '%s'", demo_dir, list, trace)))
+        return;
     trace_file t = {.f = NULL};
     k3_session *s;
     k3_error err;
@@ -374,7 +386,8 @@ static void test_reference(void) {
     }
     if (!CHECK(mkdtemp(tmp) != NULL)) return;
     test_second_block(tmp);
-    for (size_t i = 0; !is_quick && i < sizeof preset / sizeof *preset; i++) test_preset(tmp, preset[i]);
+    for (size_t i = 0; !is_quick && i < sizeof preset / sizeof *preset; i++)
+        test_preset(tmp, preset[i]);
     snprintf(command, sizeof command, "rm -rf '%s'", tmp);
     CHECK(system(command) == 0);
 }
@@ -446,7 +459,8 @@ static void test_sessions(void) {
         return;
     CHECK(k3_session_feed(s[0], a, na, K3_ROWS_NONE, NULL, &err) == 0);
     CHECK(generate(s[1], b, nb, 32, out, &got) == 0 && got.logits == want.logits);
-    CHECK(golden_hashes(0, &want) && generate(s[0], a, na, 32, out, &got) == 0 && got.logits == want.logits);
+    CHECK(golden_hashes(0, &want) && generate(s[0], a, na, 32, out, &got) == 0 &&
+          got.logits == want.logits);
     CHECK_EQ_INT(k3_session_pos(s[0]), na + 31);
 
     k3_session_free(s[0]);
@@ -572,8 +586,9 @@ static void run_budget(const k3_options *o, int index, const char *name) {
     CHECK(golden_hashes(index, &want));
     CHECK(generate(s, ids, n, 32, out, &got) == 0);
     if (!CHECK(got.logits == want.logits && got.trace == want.trace))
-        printf("    %s: ram %llu, uring %d, direct %d, policy %d, chunk %d\n", name, (unsigned long long)o->ram_bytes,
-               o->io == K3_IO_URING, o->direct == K3_ON, o->policy, o->chunk);
+        printf("    %s: ram %llu, uring %d, direct %d, policy %d, chunk %d\n", name,
+               (unsigned long long)o->ram_bytes, o->io == K3_IO_URING, o->direct == K3_ON,
+               o->policy, o->chunk);
     CHECK(e->mem.used <= e->mem.limit);
     k3_session_free(s);
     CHECK(e->store.n_doomed == 0 || e->store.n_slots > 0);
@@ -679,7 +694,8 @@ static uint32_t sample_naive(const k3_sampler *sp, const float *logits, uint32_t
     float total = e[order[0]], sum = e[order[0]], kept = 0;
     for (uint32_t r = 1; r < n; r++) total = total + e[order[r]];
     uint32_t n_kept = 1;
-    while (sp->top_p < 1.0f && n_kept < n && !(sum >= sp->top_p * total)) sum = sum + e[order[n_kept++]];
+    while (sp->top_p < 1.0f && n_kept < n && !(sum >= sp->top_p * total))
+        sum = sum + e[order[n_kept++]];
     if (!(sp->top_p < 1.0f)) n_kept = n;
     for (uint32_t r = 0; r < n_kept; r++) is_kept[order[r]] = true;
     bool is_first = true;
@@ -706,10 +722,13 @@ static void test_sampler(void) {
     void *scratch = malloc(k3_sample_scratch(V));
     uint64_t seed = 11;
     int n_same = 0, n_varied = 0;
-    CHECK(sample_uniform(0, 0) == (float)(0xe220a8397b1dcdafu >> 40) * 0x1p-24f); /* splitmix64(0) */
+    CHECK(sample_uniform(0, 0) ==
+          (float)(0xe220a8397b1dcdafu >> 40) * 0x1p-24f); /* splitmix64(0) */
     for (uint64_t pos = 0; pos < 400; pos++) {
-        k3_sampler sp = {0.3f + (float)(pos % 5) * 0.4f, pos % 3 ? 0.9f : 1.0f, pos % 4 ? 0 : 17, pos / 7};
-        for (int i = 0; i < V; i++) logits[i] = (float)(test_random(&seed) % 64) / 8.0f; /* many ties */
+        k3_sampler sp = {0.3f + (float)(pos % 5) * 0.4f, pos % 3 ? 0.9f : 1.0f, pos % 4 ? 0 : 17,
+                         pos / 7};
+        for (int i = 0; i < V; i++)
+            logits[i] = (float)(test_random(&seed) % 64) / 8.0f; /* many ties */
         uint32_t got = k3_sample(&sp, logits, V, pos, scratch);
         n_same += got == sample_naive(&sp, logits, V, pos);
         n_varied += got != k3_sample_greedy(logits, V);
@@ -724,7 +743,8 @@ static void test_sampler(void) {
 
 int main(int argc, char **argv) {
     test_begin("engine");
-    if (argc < 4) return fprintf(stderr, "usage: test_engine DEMO_DIR SCRIPTS_DIR DATA_DIR [--quick]\n"), 2;
+    if (argc < 4)
+        return fprintf(stderr, "usage: test_engine DEMO_DIR SCRIPTS_DIR DATA_DIR [--quick]\n"), 2;
     demo_dir = argv[1];
     scripts_dir = argv[2];
     data_dir = argv[3];
