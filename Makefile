@@ -32,7 +32,8 @@ DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(KERNELS)
-TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model
+TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
+          $(BUILD)/test_stream
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index
 
 .PHONY: all demo test test-model test-big asan tsan neon fuzz bench golden install clean help
@@ -69,7 +70,7 @@ $(BUILD)/%.o: %.c | $(BUILD)
 	$(Q)$(CC) $(ALL_CFLAGS) -c -o $@ $<
 
 # Tests that include the file under test; unused statics are then no fault.
-$(BUILD)/test_engine $(BUILD)/test_model: $(BUILD)/%: tests/%.c $(KERNELS)
+$(BUILD)/test_engine $(BUILD)/test_model $(BUILD)/test_stream: $(BUILD)/%: tests/%.c $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(KERNELS) $(K3_LIBS)
 

@@ -1845,7 +1845,8 @@ static uint64_t io_left(const io_req *r) {
 static int io_fd(const disk *d, const io_req *r) {
     const shard *s = &d->shards[r->i_shard];
     int direct = s->fd_direct[r->i_copy];
-    return d->is_direct && direct >= 0 ? direct : s->fd[r->i_copy];
+    bool is_aligned = r->got % IO_ALIGN == 0; /* behind an odd end the rest is read plainly */
+    return d->is_direct && direct >= 0 && is_aligned ? direct : s->fd[r->i_copy];
 }
 
 /* The living copy that should answer first, or -1. Lock held, like in all that follow up to the
@@ -1952,15 +1953,10 @@ static void io_done(disk *d, io_req *r) {
  * over. */
 static bool io_advance(disk *d, io_req *r, ssize_t res) {
     uint64_t need = r->offset + r->n - io_base(r);
-    uint64_t before = r->got;
     bool is_going_on = false;
     if (res == -EINTR || res == -EAGAIN) return false;
     if (res > 0) r->got += (uint64_t)res;
-    if (res > 0 && r->got < need) {
-        if (d->is_direct) r->got = r->got / IO_ALIGN * IO_ALIGN;
-        if (r->got > before) return false;
-        res = 0; /* less than a block: the file ends inside it */
-    }
+    if (res > 0 && r->got < need) return false;
     r->at = r->to + (r->offset - io_base(r));
     if (res > 0 && (!r->has_sum || XXH3_64bits(r->at, (size_t)r->n) == r->sum)) {
         pthread_mutex_lock(&d->lock);
@@ -2860,11 +2856,11 @@ static int store_open(k3_engine *e, k3_error *err) {
     uint64_t n_moe = sh->n_layers - sh->n_dense;
     if (n_moe == 0) return 0;
     st->slot_bytes = e->plan.slot_bytes;
-    st->n_slots = e->plan.n_slots;
     st->quota = e->plan.quota;
-    st->meta_bytes = store_meta_bytes(sh, st->n_slots);
+    st->meta_bytes = store_meta_bytes(sh, e->plan.n_slots);
     uint8_t *meta = ledger_take(&e->mem, st->meta_bytes, "expert slots", err);
     if (!meta) return e->mem.why;
+    st->n_slots = e->plan.n_slots; /* from here on there are slots to recover */
     st->slots = (slot *)(void *)meta;
     st->slot_of = (int32_t *)(void *)(meta + round_up(st->n_slots * sizeof(slot), 64));
     st->n_held = (uint32_t *)(void *)((uint8_t *)st->slot_of +

@@ -50,6 +50,8 @@ run "$BUILD/test_text"
 run "$BUILD/test_model"
 # shellcheck disable=SC2086
 run "$BUILD/test_engine" demo scripts tests/data $quick
+# shellcheck disable=SC2086
+run "$BUILD/test_stream" demo $quick
 for target in text config header index; do replay $target; done
 run tests/test_cli.sh
 if [ -z "$quick" ]; then

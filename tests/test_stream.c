@@ -445,7 +445,7 @@ static void test_survivable(void) {
             begin(c->name);
             fake_init(&f);
             k3_options o = options(least + (mode == 1 ? 6 : mode) * MIB, mode ? 4 : 1);
-            o.direct = (i + (size_t)mode) % 2 ? K3_ON : K3_OFF;
+            o.direct = (i / 2 + (size_t)mode) % 2 ? K3_ON : K3_OFF;
             o.n_threads = 1 + mode % 2;
             o.policy = mode == 2 ? K3_POLICY_LRU : K3_POLICY_RANK;
             k3_engine *e = open_both(&o, &f, &s);
@@ -779,7 +779,7 @@ static void test_queue_random(void) {
 
 /* ---- Mirrors ---- */
 
-static char mirror_all[64], mirror_some[64], mirror_bad[64], mirror_none[64];
+static char mirror_all[64], mirror_some[64], mirror_bad[64], mirror_none[64], mirror_old[64];
 static int n_notes;
 static char last_note[4200];
 
@@ -803,7 +803,11 @@ static bool make_mirrors(void) {
     snprintf(mirror_some, sizeof mirror_some, "%s/some", work_dir);
     snprintf(mirror_bad, sizeof mirror_bad, "%s/bad", work_dir);
     snprintf(mirror_none, sizeof mirror_none, "%s/none", work_dir);
-    return shell("cp -r '%s' %s && mkdir %s %s %s && cp '%s'/model-00002* %s && cp '%s'/model-00001* %s && "
+    snprintf(mirror_old, sizeof mirror_old, "%s/old", work_dir);
+    return shell("mkdir %s && cp '%s'/model-00003* %s && printf x | dd of=%s/model-00003-of-000003.safetensors "
+                 "bs=1 seek=1574591 conv=notrunc 2>/dev/null",
+                 mirror_old, demo_dir, mirror_old, mirror_old) &&
+           shell("cp -r '%s' %s && mkdir %s %s %s && cp '%s'/model-00002* %s && cp '%s'/model-00001* %s && "
                  "truncate -s -1 %s/model-00001*",
                  demo_dir, mirror_all, mirror_some, mirror_bad, mirror_none, demo_dir, mirror_some, demo_dir,
                  mirror_bad, mirror_bad);
@@ -889,6 +893,8 @@ static void test_bad_place(void) {
         if (!CHECK(i < e->stream.n_pieces)) return;
         sum_pieces(e);
         f.bad_copy = 0;
+        e->io.copies[0].ns_per_byte = 1; /* the one that will fail is asked first */
+        e->io.copies[1].ns_per_byte = 1e9;
         fake_aim(&f, e->stream.pieces[i].i_shard, e->stream.pieces[i].offset + e->stream.pieces[i].n / 2,
                  kind ? NO_FAULT : FAIL_EIO, 0x20, kind ? -1 : 0);
         CHECK(is_right(s, N_SHORT));
@@ -938,6 +944,9 @@ static void test_refused_mirrors(void) {
     list[0] = mirror_bad;
     CHECK_EQ_INT(k3_engine_open(&e, &o, &err), K3_EMODEL);
     CHECK(strstr(err.text, mirror_bad) && strstr(err.text, "not a copy"));
+    list[0] = mirror_old;
+    CHECK_EQ_INT(k3_engine_open(&e, &o, &err), K3_EMODEL);
+    CHECK(strstr(err.text, mirror_old) && strstr(err.text, "differs"));
     list[0] = "/nonexistent/k3";
     CHECK_EQ_INT(k3_engine_open(&e, &o, &err), K3_EMODEL);
     for (int i = 0; i < K3_MAX_COPIES; i++) list[i] = mirror_some;
@@ -1233,7 +1242,7 @@ static void test_slots(void) {
         int chunk = i == 0 ? 1 : chunks[i % 4];
         o = options(find_floor(chunk, 1 + (i & 1)) + (i == 0 ? 0 : test_random(&seed) % (9 * MIB)), chunk);
         o.policy = i & 1 ? K3_POLICY_LRU : K3_POLICY_RANK;
-        o.no_look_ahead = i % 5 == 4;
+        o.no_look_ahead = i % 3 == 1;
         o.n_threads = 1 + (i & 1);
         o.progress = watch;
         o.io_depth = 1 + (int)(test_random(&seed) % 12);
