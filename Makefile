@@ -90,7 +90,8 @@ $(BUILD):
 	$(Q)mkdir -p $@
 
 demo:
-	$(Q)scripts/deps.sh build test
+	$(Q)scripts/deps.sh build
+	$(Q)scripts/deps.sh test || echo "without them some tests are skipped"
 	$(Q)$(MAKE) --no-print-directory all
 	$(BUILD)/k3 run "The capital of France is"
 
@@ -111,10 +112,10 @@ asan:
 	$(Q)$(MAKE) --no-print-directory test BUILD=$(BUILD)-asan TEST_ARGS=--quick \
 	  CFLAGS="-O1 -g -fno-omit-frame-pointer" K3_SAN="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 
-tsan: K3_OMP =
+# OpenMP's barriers are unknown to ThreadSanitizer: one compute thread, and those that read.
 tsan:
-	$(Q)$(MAKE) --no-print-directory test BUILD=$(BUILD)-tsan TEST_ARGS=--quick \
-	  CFLAGS="-O1 -g" K3_SAN="-fsanitize=thread" CC=clang
+	$(Q)$(MAKE) --no-print-directory test BUILD=$(BUILD)-tsan TEST_ARGS=--quick CC=clang \
+	  CFLAGS="-O1 -g" K3_OMP=-Wno-unknown-pragmas K3_SAN=-fsanitize=thread
 
 neon:
 	$(Q)tests/test_neon.sh
