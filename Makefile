@@ -55,7 +55,7 @@ help:
 
 $(BUILD)/k3: $(BUILD)/k3_cli.o $(ENGINE)
 	$(call say,LD   $@)
-	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $^ $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 
 $(BUILD)/kernels_%.o: kernels_%.c | $(BUILD)
 	$(call say,CC   $<)
@@ -80,11 +80,11 @@ $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 
 $(BUILD)/test_kernels: tests/test_kernels.c $(BUILD)/k3.o $(KERNELS)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $^ $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 
 $(BUILD)/replay_%: tests/fuzz_%.c tests/fuzz_replay.c $(KERNELS)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $^ $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 
 $(BUILD):
 	$(Q)mkdir -p $@
