@@ -3385,6 +3385,13 @@ typedef struct {
 
 #define MAX_JOBS 8
 
+static size_t tile_count(size_t n_rows) { return (n_rows + ROW_TILE - 1) / ROW_TILE; }
+
+/* Rows of the tile that begins at `row`. */
+static size_t tile_rows(size_t row, size_t n_rows) {
+    return n_rows - row < ROW_TILE ? n_rows - row : ROW_TILE;
+}
+
 /* Rows [row, row + n_rows) of a job, weights at w; one thread. */
 static void linear_rows(const step *st, size_t T, const job *b, const uint16_t *w, size_t row,
                         size_t n_rows) {
@@ -3399,16 +3406,14 @@ static void linear_resident(const step *st, uint32_t il, size_t T, const job *jo
     size_t first[MAX_JOBS + 1] = {0};
     for (int j = 0; j < n_jobs; j++)
         first[j + 1] =
-            first[j] + (ly->m[jobs[j].t]
-                            ? (tensor_rows(&st->e->files, jobs[j].t) + ROW_TILE - 1) / ROW_TILE
-                            : 0);
+            first[j] + (ly->m[jobs[j].t] ? tile_count(tensor_rows(&st->e->files, jobs[j].t)) : 0);
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
     for (size_t i = 0; i < first[n_jobs]; i++) {
         int j = 0;
         while (i >= first[j + 1]) j++;
         size_t row = (i - first[j]) * ROW_TILE, rows = tensor_rows(&st->e->files, jobs[j].t);
         linear_rows(st, T, &jobs[j], ly->m[jobs[j].t] + row * tensor_cols(&st->e->files, jobs[j].t),
-                    row, rows - row < ROW_TILE ? rows - row : ROW_TILE);
+                    row, tile_rows(row, rows));
     }
 }
 
@@ -3420,12 +3425,11 @@ static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
         const uint16_t *w;
         int rc = stream_take(st->e, il, b->t, &p, &w, st->err);
         if (rc < 0) return rc;
-        size_t n_tiles = (p->n_rows + ROW_TILE - 1) / ROW_TILE;
+        size_t n_tiles = tile_count(p->n_rows);
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
         for (size_t i = 0; i < n_tiles; i++) {
-            size_t row = i * ROW_TILE,
-                   rows = p->n_rows - row < ROW_TILE ? p->n_rows - row : ROW_TILE;
-            linear_rows(st, T, b, w + row * n, p->row + row, rows);
+            size_t row = i * ROW_TILE;
+            linear_rows(st, T, b, w + row * n, p->row + row, tile_rows(row, p->n_rows));
         }
         done += p->n_rows;
         stream_release(st->e);
@@ -3890,11 +3894,6 @@ static uint32_t experts_sort(step *st) {
     return n;
 }
 
-/* Rows of the tile that begins at `row`. */
-static size_t tile_rows(size_t row, size_t n_rows) {
-    return n_rows - row < ROW_TILE ? n_rows - row : ROW_TILE;
-}
-
 /* h = SiTU(w1 z, w3 z) for one tile of rows of one expert, packed as w2's input. */
 static void expert_inner(const step *st, const routed *r, size_t row, float *local) {
     const k3_shape *sh = &st->e->sh;
@@ -3955,7 +3954,7 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
     int64_t bad_row = -1;
     experts_gather(st, n_batch);
     size_t n_inner =
-        (sh->expert_inter + ROW_TILE - 1) / ROW_TILE * (size_t)n_batch; /* tile-major: even load */
+        tile_count(sh->expert_inter) * (size_t)n_batch; /* tile-major: even load */
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
     for (size_t i = 0; i < n_inner; i++) {
         fp_default();
@@ -3963,7 +3962,7 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
                      b->local + (size_t)thread_index() * b->local_floats);
     }
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
-    for (size_t i = 0; i < (sh->latent + ROW_TILE - 1) / ROW_TILE; i++) {
+    for (size_t i = 0; i < tile_count(sh->latent); i++) {
         fp_default();
         for (uint32_t x = 0; x < n_batch; x++) {
             const routed *r = b->batch[x];
