@@ -1752,11 +1752,15 @@ static int bench_all(bench_state *b, uint64_t *logits_fnv) {
  * `k3 bench --kernels-only`: what each kernel set makes of the machine. A matvec reads each
  * weight once, so its measure is the memory bandwidth; a batch reuses weights, so its
  * measure is the peak of fused multiply-adds at the set's own vector width. Both yardsticks
- * are taken by the same set, on the same number of threads, between the runs they judge
- * (read, kernel, read, kernel, ...), and the ratios are medians over the repetitions. The
- * hash of the outputs must be the same in every set. */
+ * are taken by the same set, on the same number of threads, between the runs they judge.
+ * All lines of one batch size take turns in rounds, and each figure, the yardsticks' too, is
+ * its best over the rounds (as STREAM reports): what another tenant of the cores takes away
+ * from one round it seldom takes from all. The hash of the outputs must be the same in every
+ * set. */
 
-#define BENCH_REPS 5
+#define BENCH_ROUNDS 12
+#define BENCH_REF_ROUNDS 2
+#define BENCH_MAX_LINES 64
 #define BENCH_TILE 96                  /* rows of one kernel call, as in the engine          */
 #define BENCH_HASH_ROWS 256            /* rows under the hash; all that "ref" runs           */
 #define BENCH_POOL_BYTES (1400u << 20) /* weights: several times the largest cache           */
@@ -1782,16 +1786,6 @@ static double bench_now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
-
-static int bench_compare(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return x < y ? -1 : x > y;
-}
-
-static double bench_median(double *v, int n) {
-    qsort(v, (size_t)n, sizeof *v, bench_compare);
-    return v[n / 2];
 }
 
 /* splitmix64 of an index: the same weights at the same place for every pool size. */
@@ -1919,46 +1913,71 @@ static size_t bench_n_mat(const bench_data *d, size_t batch) {
     return n ? n : 1;
 }
 
-/* One line of the table. "ref" runs BENCH_HASH_ROWS rows only, and says so. */
-static void bench_line(const k3_kernels *k, const bench_data *d, int n_threads, FILE *out) {
+/* One line of the table: a kernel set on so many threads, and its best rates so far. */
+typedef struct {
+    const k3_kernels *k;
+    int n_threads;
+    size_t rows, n_mat; /* "ref" runs BENCH_HASH_ROWS rows of one matrix, and says so */
+    size_t first;       /* matrix that the next round starts at */
+    double weight, read; /* bytes per second */
+    double flop, peak;   /* flops per second */
+    uint64_t hash;
+} bench_line;
+
+/* One round of one line: read, kernel, peak, kernel, read. */
+static void bench_round(bench_line *l, const bench_data *d, int round) {
     const bench_shape *s = &d->shape;
-    const bool is_ref = k == &k3_kernels_ref;
-    const size_t rows = is_ref ? BENCH_HASH_ROWS : s->rows;
-    const size_t n_mat = is_ref ? 1 : bench_n_mat(d, d->batch);
-    const double row_bytes = (double)(s->w_bytes + s->s_bytes) / (double)s->rows;
-    const double bytes = row_bytes * (double)(rows * n_mat);
-    const double flops = 2.0 * (double)(rows * s->cols * n_mat * d->batch);
-    double weight[BENCH_REPS], read[BENCH_REPS], of_read[BENCH_REPS];
-    double flop[BENCH_REPS], peak[BENCH_REPS], of_peak[BENCH_REPS];
-    const int n_rep = is_ref ? 3 : BENCH_REPS;
-    size_t first = 0;
-    const uint64_t hash = bench_hash(k, d, n_threads);
-    double read0 = bench_read(k, d, 0, n_threads);
-    for (int i = 0; i < n_rep; i++) {
-        double t0 = bench_now();
-        bench_run(k, d, first, n_mat, rows, n_threads);
-        double seconds = bench_now() - t0, read1 = bench_read(k, d, i + 1, n_threads);
-        first = (first + n_mat) % d->n_mat;
-        weight[i] = bytes / seconds;
-        read[i] = (read0 + read1) / 2;
-        of_read[i] = weight[i] / read[i];
-        flop[i] = flops / seconds;
-        peak[i] = bench_peak(k, n_threads);
-        of_peak[i] = flop[i] / peak[i];
-        read0 = read1;
+    const double n_row = (double)(l->rows * l->n_mat);
+    const double bytes = (double)(s->w_bytes + s->s_bytes) / (double)s->rows * n_row;
+    const double flops = 2.0 * n_row * (double)(s->cols * d->batch);
+    for (int half = 0; half < 2; half++) {
+        double read = 0, peak = 0, seconds, t0;
+        if (half == 0) read = bench_read(l->k, d, 2 * round, l->n_threads);
+        t0 = bench_now();
+        bench_run(l->k, d, l->first, l->n_mat, l->rows, l->n_threads);
+        seconds = bench_now() - t0;
+        l->first = (l->first + l->n_mat) % d->n_mat;
+        if (half == 0) peak = bench_peak(l->k, l->n_threads);
+        if (half == 1) read = bench_read(l->k, d, 2 * round + 1, l->n_threads);
+        if (bytes / seconds > l->weight) l->weight = bytes / seconds;
+        if (flops / seconds > l->flop) l->flop = flops / seconds;
+        if (read > l->read) l->read = read;
+        if (peak > l->peak) l->peak = peak;
     }
-    fprintf(out, "%s\t%s\t%zu\t%zu\t%zu\t%d\t", k->name, s->name, rows, s->cols, d->batch,
-            n_threads);
-    fprintf(out, "%.2f\t%.2f\t%.3f\t%.1f\t%.1f\t%.3f\t%016llx\n", bench_median(weight, n_rep) / 1e9,
-            bench_median(read, n_rep) / 1e9, bench_median(of_read, n_rep),
-            bench_median(flop, n_rep) / 1e9, bench_median(peak, n_rep) / 1e9,
-            bench_median(of_peak, n_rep), (unsigned long long)hash);
+}
+
+static void bench_print(const bench_line *l, const bench_data *d, FILE *out) {
+    fprintf(out, "%s\t%s\t%zu\t%zu\t%zu\t%d\t", l->k->name, d->shape.name, l->rows, d->shape.cols,
+            d->batch, l->n_threads);
+    fprintf(out, "%.2f\t%.2f\t%.3f\t%.1f\t%.1f\t%.3f\t%016llx\n", l->weight / 1e9, l->read / 1e9,
+            l->weight / l->read, l->flop / 1e9, l->peak / 1e9, l->flop / l->peak,
+            (unsigned long long)l->hash);
     fflush(out);
+}
+
+/* Every supported set at 1, 2, 4, ... max_threads threads. Returns the number of lines. */
+static size_t bench_lines(bench_line *line, const bench_data *d, int max_threads, const char *only) {
+    size_t n = 0;
+    for (const char *const *name = k3_kernels_linked(); *name; name++) {
+        const k3_kernels *k = bench_table(*name);
+        const bool is_ref = k == &k3_kernels_ref;
+        if (!k || !k3_kernels_is_supported(*name) || (only && strcmp(only, *name))) continue;
+        for (int t = 1;; t = t * 2 < max_threads ? t * 2 : max_threads) {
+            line[n++] = (bench_line){.k = k,
+                                     .n_threads = t,
+                                     .rows = is_ref ? BENCH_HASH_ROWS : d->shape.rows,
+                                     .n_mat = is_ref ? 1 : bench_n_mat(d, d->batch),
+                                     .hash = bench_hash(k, d, t)};
+            if (t == max_threads || n == BENCH_MAX_LINES) break;
+        }
+    }
+    return n;
 }
 
 /* All sets, batches and thread counts over one shape's weights. */
 static int bench_one_shape(const bench_shape *shape, int max_threads, const char *only, FILE *out) {
     static const size_t batches[] = {1, 4, 16, 64};
+    bench_line line[BENCH_MAX_LINES];
     bench_data d = {.shape = *shape};
     uint64_t want = bench_free_bytes() / 2;
     void *w = NULL, *xp = NULL;
@@ -1981,12 +2000,12 @@ static int bench_one_shape(const bench_shape *shape, int max_threads, const char
 
     for (size_t b = 0; b < sizeof batches / sizeof *batches; b++) {
         if ((rc = bench_fill_x(&d, batches[b])) < 0) goto done;
-        for (const char *const *name = k3_kernels_linked(); *name; name++) {
-            const k3_kernels *k = bench_table(*name);
-            if (!k || !k3_kernels_is_supported(*name) || (only && strcmp(only, *name))) continue;
-            for (int t = 1; t < max_threads; t *= 2) bench_line(k, &d, t, out);
-            bench_line(k, &d, max_threads, out);
-        }
+        const size_t n_line = bench_lines(line, &d, max_threads, only);
+        for (int round = 0; round < BENCH_ROUNDS; round++)
+            for (size_t i = 0; i < n_line; i++)
+                if (line[i].k != &k3_kernels_ref || round < BENCH_REF_ROUNDS)
+                    bench_round(&line[i], &d, round);
+        for (size_t i = 0; i < n_line; i++) bench_print(&line[i], &d, out);
     }
     rc = K3_OK;
 done:

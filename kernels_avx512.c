@@ -64,7 +64,9 @@ TILE __m512 bf16_odd(__m512i w) {
     return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)));
 }
 
-#define BF16_AHEAD 1024 /* bytes of one row to ask for in advance */
+/* Bytes of one row to ask for in advance: into L1, and before that into L2. */
+#define BF16_AHEAD_L1 768
+#define BF16_AHEAD_L2 2048
 
 /* R rows of bf16 against one vector. */
 TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t n,
@@ -76,8 +78,8 @@ TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t
         __m512 even = _mm512_load_ps(x + i), odd = _mm512_load_ps(x + i + 16);
         for (int r = 0; r < R; r++) {
             const uint16_t *p = w + (size_t)r * ldw + i;
-            _mm_prefetch((const char *)p + BF16_AHEAD, _MM_HINT_T0);
-            _mm_prefetch((const char *)p + BF16_AHEAD + 8192, _MM_HINT_T1);
+            _mm_prefetch((const char *)p + BF16_AHEAD_L1, _MM_HINT_T0);
+            _mm_prefetch((const char *)p + BF16_AHEAD_L2, _MM_HINT_T1);
             __m512i v = _mm512_loadu_si512(p);
             acc[r] = _mm512_fmadd_ps(bf16_even(v), even, acc[r]);
             acc[r] = _mm512_fmadd_ps(bf16_odd(v), odd, acc[r]);
