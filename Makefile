@@ -17,7 +17,7 @@ K3_BITS = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errn
           -fno-trapping-math
 K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
 K3_OMP ?= -fopenmp
-K3_LIBS = -luring -lpcre2-8 -ljson-c -lpthread -lm
+K3_LIBS = -luring -lpcre2-8 -ljson-c -lzstd -lpthread -lm
 
 # Kernel sets of the machine that will run it, each with its own flags and no other file's.
 K3_TARGET := $(shell $(CC) -dumpmachine)
@@ -31,7 +31,7 @@ ALL_CFLAGS = $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_OMP) $(K3_SAN) $(K3_SETS:%=-DK
 DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/k3/demo"'
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
-ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(KERNELS)
+ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(KERNELS)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index

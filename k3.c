@@ -15,6 +15,7 @@
  *   12  AttnRes, one layer, head
  *   13  Sampling
  * Who asks
+ *   14  State: what of a session is saved, snapshots      (its files are k3_state.c)
  *   15  Sessions
  *   16  Oracle
  *   17  Public functions
@@ -30,6 +31,7 @@
  *   - Naming: il layer, ie expert, lat the latent width, t a position inside a chunk.
  */
 #include "k3.h"
+#include "k3_state.h"
 
 #define K3_KERNELS_ELEMENTWISE
 #include "kernels.h"
@@ -2255,8 +2257,9 @@ struct k3_engine {
     stream stream;
     store store;
     k3_plan plan;
-    struct scratch *scratch; /* one step at a time uses it */
-    pthread_mutex_t step, money; /* the latter guards the ledger */
+    struct scratch *scratch;     /* one step at a time uses it */
+    pthread_mutex_t step, money; /* the latter guards the ledger and the fingerprint */
+    uint64_t fingerprint;        /* 0: not yet asked for (section 14)                */
     k3_stats stats;
 };
 
@@ -2897,8 +2900,8 @@ static uint64_t matrices_bytes(const k3_engine *e, bool is_vector_wanted) {
 static uint64_t plan_fixed(const k3_engine *e, uint64_t chunk) {
     const k3_plan *p = &e->plan;
     uint64_t n_moe = e->sh.n_layers - e->sh.n_dense;
-    return e->mem.used + p->vector_bytes + p->session_bytes + scratch_bytes(e, chunk) +
-           (n_moe ? store_meta_bytes(&e->sh, 2) + 2 * p->slot_bytes : 0);
+    return e->mem.used + p->vector_bytes + p->session_bytes + p->snapshot_bytes +
+           scratch_bytes(e, chunk) + (n_moe ? store_meta_bytes(&e->sh, 2) + 2 * p->slot_bytes : 0);
 }
 
 /* The list of all streamed pieces, at most: full ones, and a last one for each matrix. */
@@ -2979,6 +2982,7 @@ static int plan_make(k3_engine *e, k3_error *err) {
     p->vector_bytes = matrices_bytes(e, true);
     p->state_bytes = sh->state_bytes;
     p->session_bytes = session_bytes(sh, p->context);
+    p->snapshot_bytes = (uint64_t)o->snapshots * sh->state_bytes;
     p->slot_bytes = expert_room(&e->files, sh);
     uint64_t chunk = o->chunk ? (uint64_t)o->chunk : 64;
     uint64_t all = matrices_bytes(e, false), trunk = plan_ring_least(e) + plan_pieces(e);
@@ -3244,6 +3248,7 @@ struct k3_session {
     uint64_t pos, context;
     float **state; /* [n_layers]: KDA: S [heads][d][d], then history [3][3][heads x d];
                       MLA: cache [context][k3_pad(kv_lora + rope)], packed rows */
+    uint32_t *ids; /* [context]: those run so far */
     void *block;
     uint64_t block_bytes;
     bool is_broken;
@@ -3360,7 +3365,7 @@ static uint64_t scratch_bytes(const k3_engine *e, uint64_t chunk) {
     struct scratch s;
     bump b = {NULL, 0};
     scratch_carve(&s, &b, &e->sh, chunk, (uint64_t)e->n_threads);
-    return b.used;
+    return b.used > K3_STATE_ROOM ? b.used : K3_STATE_ROOM; /* between steps, states pass through */
 }
 
 static int scratch_open(k3_engine *e, k3_error *err) {
@@ -4519,11 +4524,204 @@ uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size,
     return id[pick];
 }
 
+/* ==== 14. State ======================================================================
+ *
+ * What a session holds, for k3_state.c to write and read; the files themselves are parsed there,
+ * since they are not to be trusted. And undo: KDA state cannot be cut back to fewer positions, so
+ * a snapshot keeps the fixed part. The latent cache needs no copy: a row depends on the ids up to
+ * its position only, so rows written since are written over, and rows before are the same.
+ */
+static uint64_t layer_state_bytes(const k3_shape *sh, uint32_t il, uint64_t context); /* 15 */
+
+const uint32_t *k3_session_ids(const k3_session *s, size_t *n) {
+    if (n) *n = (size_t)s->pos;
+    return s->ids;
+}
+
+k3_engine *k3_state_engine(const k3_session *s) { return s->e; }
+bool k3_state_is_broken(const k3_session *s) { return s->is_broken; }
+uint32_t *k3_state_ids(k3_session *s) { return s->ids; }
+
+void k3_state_layer(const k3_session *s, uint32_t il, uint64_t n_pos, k3_state_array *out) {
+    const k3_shape *sh = &s->e->sh;
+    uint64_t n = (uint64_t)sh->kda_heads * sh->kda_dim;
+    out->p = s->state[il];
+    out->n_bytes =
+        (sh->is_mla[il] ? n_pos * k3_pad(sh->kv_lora + sh->rope_dim) : n * sh->kda_dim + 9 * n) *
+        sizeof(float);
+}
+
+void k3_state_resume(k3_session *s, uint64_t n_pos) {
+    s->pos = n_pos;
+    s->is_broken = false;
+}
+
+void *k3_state_begin(k3_engine *e, uint64_t *room) {
+    pthread_mutex_lock(&e->step);
+    *room = e->scratch->block_bytes;
+    return e->scratch->block;
+}
+
+void k3_state_end(k3_engine *e) { pthread_mutex_unlock(&e->step); }
+
+void k3_state_note(const k3_engine *e, const char *line) {
+    if (e->opt.note) e->opt.note(e->opt.user, line);
+}
+
+/* ---- Fingerprint ---- */
+
+#define PRINT_SAMPLE_BYTES 64
+#define PRINT_EXPERTS 1024 /* expert tensors sampled, about */
+
+typedef struct {
+    const k3_engine *e;
+    XXH3_state_t *hash;
+    uint64_t n_expert_tensors, seed;
+    k3_error *err;
+} print;
+
+/* Every number that the bits depend on; not the bytes of the struct, which has holes. */
+static void print_shape(XXH3_state_t *hash, const k3_shape *sh) {
+    const uint32_t u[] = {sh->vocab_size, sh->hidden,      sh->n_layers, sh->n_heads,
+                          sh->q_lora,     sh->kv_lora,     sh->nope_dim, sh->rope_dim,
+                          sh->v_dim,      sh->kda_heads,   sh->kda_dim,  sh->conv_width,
+                          sh->block_size, sh->dense_inter, sh->n_dense,  sh->n_experts,
+                          sh->top_k,      sh->n_shared,    sh->latent,   sh->expert_inter};
+    const float f[] = {sh->rms_eps,   sh->eps_lora,         sh->gate_lower_bound,
+                       sh->situ_beta, sh->situ_linear_beta, sh->routed_scale};
+    XXH3_64bits_update(hash, u, sizeof u);
+    XXH3_64bits_update(hash, f, sizeof f);
+    XXH3_64bits_update(hash, sh->is_mla, sh->n_layers);
+}
+
+/* One sample of a tensor: of every trunk tensor, and of about PRINT_EXPERTS of the experts'. The
+ * place in it is drawn from what was hashed so far: the same for the same model. */
+static int print_visit(void *user, const name_id *id) {
+    print *w = user;
+    const k3_engine *e = w->e;
+    w->seed = w->seed * 6364136223846793005u + 1442695040888963407u;
+    uint64_t stride = w->n_expert_tensors / PRINT_EXPERTS + 1, n, offset;
+    uint16_t i_shard;
+    char name[256];
+    uint8_t sample[PRINT_SAMPLE_BYTES];
+    if (id->expert_tensor >= 0) {
+        if ((w->seed >> 33) % stride != 0) return 0;
+        const expert_place *at = model_expert(&e->files, &e->sh, id->il, id->ie);
+        i_shard = at->shard[id->expert_tensor];
+        offset = at->offset[id->expert_tensor];
+        n = expert_tensor_bytes(&e->sh, id->expert_tensor);
+    } else {
+        const place *at = TENSOR[id->tensor].part == IN_MODEL ? &e->files.at_model[id->tensor]
+                                                              : &e->files.at[id->il][id->tensor];
+        i_shard = at->shard;
+        offset = at->offset;
+        n = tensor_bytes(e->files.dims, id->tensor);
+    }
+    uint64_t len = n < sizeof sample ? n : sizeof sample;
+    offset += (w->seed >> 20) % (n - len + 1);
+    int rc = read_exact(&e->files.shards[i_shard], sample, len, offset, w->err);
+    if (rc < 0) return rc;
+    name_write(id, name, sizeof name);
+    XXH3_64bits_update(w->hash, name, strlen(name));
+    XXH3_64bits_update(w->hash, sample, (size_t)len);
+    return 0;
+}
+
+int k3_state_fingerprint(const k3_engine *e, uint64_t *out, k3_error *err) {
+    k3_engine *self = (k3_engine *)e; /* kept once known; the engine stays the same to its users */
+    pthread_mutex_lock(&self->money);
+    *out = e->fingerprint;
+    pthread_mutex_unlock(&self->money);
+    if (*out) return 0;
+    print w = {.e = e, .hash = XXH3_createState(), .seed = 1, .err = err};
+    if (!w.hash) return fail(err, K3_ENOMEM, "fingerprint: out of memory");
+    w.n_expert_tensors =
+        (uint64_t)(e->sh.n_layers - e->sh.n_dense) * e->sh.n_experts * N_EXPERT_TENSORS;
+    XXH3_64bits_reset(w.hash);
+    print_shape(w.hash, &e->sh);
+    int rc = model_expect(&e->sh, print_visit, &w);
+    if (rc == 0) {
+        *out = XXH3_64bits_digest(w.hash);
+        if (*out == 0) *out = 1; /* 0 says: not known */
+        pthread_mutex_lock(&self->money);
+        self->fingerprint = *out;
+        pthread_mutex_unlock(&self->money);
+    }
+    XXH3_freeState(w.hash);
+    return rc;
+}
+
+uint64_t k3_engine_fingerprint(const k3_engine *e) {
+    uint64_t print = 0;
+    return k3_state_fingerprint(e, &print, NULL) < 0 ? 0 : print;
+}
+
+/* ---- Snapshots ---- */
+
+struct k3_snapshot {
+    k3_engine *e;
+    uint64_t pos, ids_hash;
+    uint8_t *block; /* the KDA layers' arrays, one after the other */
+    uint64_t block_bytes;
+};
+
+/* Copy the KDA layers out to `block`, or back from it. */
+static void snapshot_copy(k3_session *s, uint8_t *block, bool is_back) {
+    for (uint32_t il = 0; il < s->e->sh.n_layers; il++) {
+        k3_state_array a;
+        if (s->e->sh.is_mla[il]) continue;
+        k3_state_layer(s, il, 0, &a);
+        memcpy(is_back ? a.p : block, is_back ? block : a.p, (size_t)a.n_bytes);
+        block += a.n_bytes;
+    }
+}
+
+int k3_session_snapshot(k3_session *s, k3_snapshot **out, k3_error *err) {
+    k3_engine *e = s->e;
+    *out = NULL;
+    if (s->is_broken)
+        return fail(err, K3_EUSAGE,
+                    "this session ended with an error: it has no state to take a snapshot of");
+    k3_snapshot *snap = calloc(1, sizeof *snap);
+    if (!snap) return fail(err, K3_ENOMEM, "snapshot: out of memory");
+    snap->e = e;
+    snap->pos = s->pos;
+    snap->ids_hash = XXH3_64bits(s->ids, (size_t)s->pos * sizeof *s->ids);
+    snap->block_bytes = e->sh.state_bytes;
+    snap->block = ledger_take(&e->mem, snap->block_bytes, "snapshot", err);
+    if (!snap->block) {
+        free(snap);
+        return e->mem.why;
+    }
+    snapshot_copy(s, snap->block, false);
+    *out = snap;
+    return 0;
+}
+
+int k3_session_restore(k3_session *s, const k3_snapshot *snap, k3_error *err) {
+    if (snap->e != s->e) return fail(err, K3_EUSAGE, "snapshot: taken of another engine's session");
+    if (snap->pos > s->pos ||
+        snap->ids_hash != XXH3_64bits(s->ids, (size_t)snap->pos * sizeof *s->ids))
+        return fail(err, K3_EUSAGE,
+                    "snapshot: its %llu ids are not the first of this session's %llu",
+                    (unsigned long long)snap->pos, (unsigned long long)s->pos);
+    snapshot_copy(s, snap->block, true);
+    k3_state_resume(s, snap->pos);
+    return 0;
+}
+
+void k3_snapshot_free(k3_snapshot *snap) {
+    if (!snap) return;
+    ledger_give(&snap->e->mem, snap->block, snap->block_bytes);
+    free(snap);
+}
+
 /* ==== 15. Sessions ===================================================================
  *
  * A session is what one timeline carries from position to position: for KDA layers the state and
- * three samples of each convolution, for MLA layers the latent cache. Everything is taken when
- * the session is made; pages of the cache cost nothing until they are written.
+ * three samples of each convolution, for MLA layers the latent cache; and the ids, which say what
+ * that state is of. Everything is taken when the session is made; pages of the cache cost nothing
+ * until they are written.
  */
 static uint64_t layer_state_bytes(const k3_shape *sh, uint32_t il, uint64_t context) {
     uint64_t n = (uint64_t)sh->kda_heads * sh->kda_dim;
@@ -4533,7 +4731,7 @@ static uint64_t layer_state_bytes(const k3_shape *sh, uint32_t il, uint64_t cont
 }
 
 static uint64_t session_bytes(const k3_shape *sh, uint64_t context) {
-    uint64_t sum = 0;
+    uint64_t sum = context * sizeof(uint32_t);
     for (uint32_t il = 0; il < sh->n_layers; il++) sum += layer_state_bytes(sh, il, context);
     return sum;
 }
@@ -4570,6 +4768,7 @@ int k3_session_new(k3_session **out, k3_engine *e, uint64_t context, k3_error *e
         s->state[il] = (float *)(void *)at;
         at += layer_state_bytes(sh, il, context);
     }
+    s->ids = (uint32_t *)(void *)at;
     *out = s;
     return 0;
 }
@@ -4622,7 +4821,9 @@ int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, 
         size_t n_rows = rows == K3_ROWS_ALL ? st.T : rows == K3_ROWS_LAST && at + st.T == n ? 1 : 0;
         float *to = rows == K3_ROWS_ALL ? logits + at * e->sh.vocab_size : logits;
         rc = forward(&st, ids + at, n_rows, to);
-        if (rc == 0) s->pos += st.T;
+        if (rc < 0) break;
+        memmove(s->ids + s->pos, ids + at, st.T * sizeof *ids); /* may be the session's own */
+        s->pos += st.T;
     }
     if (rc < 0) {
         s->is_broken = true;
