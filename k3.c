@@ -4435,7 +4435,7 @@ typedef struct {
     XXH3_state_t *hash;
     uint64_t n_expert_tensors, seed;
     k3_error *err;
-} print;
+} print_walk;
 
 /* Every number that the bits depend on; not the bytes of the struct, which has holes. */
 static void print_shape(XXH3_state_t *hash, const k3_shape *sh) {
@@ -4454,7 +4454,7 @@ static void print_shape(XXH3_state_t *hash, const k3_shape *sh) {
 /* One sample of a tensor: of every trunk tensor, and of about PRINT_EXPERTS of the experts'. The
  * place in it is drawn from what was hashed so far: the same for the same model. */
 static int print_visit(void *user, const name_id *id) {
-    print *w = user;
+    print_walk *w = user;
     const k3_engine *e = w->e;
     w->seed = w->seed * 6364136223846793005u + 1442695040888963407u;
     uint64_t stride = w->n_expert_tensors / PRINT_EXPERTS + 1, n, offset;
@@ -4490,7 +4490,7 @@ int k3_state_fingerprint(const k3_engine *e, uint64_t *out, k3_error *err) {
     *out = e->fingerprint;
     pthread_mutex_unlock(&self->money);
     if (*out) return 0;
-    print w = {.e = e, .hash = XXH3_createState(), .seed = 1, .err = err};
+    print_walk w = {.e = e, .hash = XXH3_createState(), .seed = 1, .err = err};
     if (!w.hash) return fail(err, K3_ENOMEM, "fingerprint: out of memory");
     w.n_expert_tensors =
         (uint64_t)(e->sh.n_layers - e->sh.n_dense) * e->sh.n_experts * N_EXPERT_TENSORS;
