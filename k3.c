@@ -184,7 +184,7 @@ static int thread_index(void) {
  */
 typedef struct {
     uint64_t limit, used;
-    int why;              /* status of the last refusal                    */
+    int why;               /* status of the last refusal                    */
     pthread_mutex_t *lock; /* sessions come and go on any thread; may be NULL */
 } ledger;
 
@@ -1017,8 +1017,8 @@ typedef struct {
     uint32_t n_shards;
     uint64_t dims[N_DIMS];
     place at_model[N_MODEL_TENSORS];
-    place (*at)[N_TENSORS];   /* [n_layers], entries of the layer's own parts are used */
-    expert_place *experts;    /* [n_layers - n_dense][n_experts] */
+    place (*at)[N_TENSORS]; /* [n_layers], entries of the layer's own parts are used */
+    expert_place *experts;  /* [n_layers - n_dense][n_experts] */
     bool has_index;
     uint64_t n_unknown;
     ledger *mem;
@@ -1201,10 +1201,10 @@ static int model_expect(const k3_shape *sh, expect_fn fn, void *user) {
  * tensor, and a hostile one 250 times its size; so both are read as they pass by.
  */
 typedef struct {
-    FILE *f;                  /* the index, or NULL and  */
-    const char *p, *end;      /* a header in memory      */
-    uint64_t n;               /* characters taken        */
-    int c;                    /* the current one, or EOF */
+    FILE *f;             /* the index, or NULL and  */
+    const char *p, *end; /* a header in memory      */
+    uint64_t n;          /* characters taken        */
+    int c;               /* the current one, or EOF */
 } scan;
 
 static void scan_next(scan *s) {
@@ -1789,17 +1789,17 @@ enum io_urgency { IO_DEMAND, IO_TRUNK, IO_GUESS, N_URGENCIES };
 enum io_state { IO_IDLE, IO_QUEUED, IO_BUSY, IO_DONE, IO_FAILED };
 
 typedef struct io_req {
-    uint8_t *to;        /* io_room(n) bytes, IO_ALIGN-aligned        */
-    uint8_t *at;        /* when done: where the n bytes begin        */
+    uint8_t *to; /* io_room(n) bytes, IO_ALIGN-aligned        */
+    uint8_t *at; /* when done: where the n bytes begin        */
     uint64_t offset, n;
-    uint64_t sum;       /* XXH3 of the n bytes, if has_sum           */
+    uint64_t sum; /* XXH3 of the n bytes, if has_sum           */
     uint16_t i_shard;
     bool has_sum;
-    uint8_t tried;      /* copies that failed it, by bit             */
+    uint8_t tried; /* copies that failed it, by bit             */
     enum io_state state;
     enum io_urgency urgency;
     int i_copy, n_tries;
-    int why;            /* errno of a failure; 0: the file ended     */
+    int why; /* errno of a failure; 0: the file ended     */
     uint64_t got, start_ns;
     struct io_req *next;
 } io_req;
@@ -1877,6 +1877,14 @@ static void io_push(disk *d, io_req *r, enum io_urgency u) {
     d->last[u] = r;
 }
 
+static void io_push_first(disk *d, io_req *r, enum io_urgency u) {
+    r->next = d->first[u];
+    r->urgency = u;
+    r->state = IO_QUEUED;
+    d->first[u] = r;
+    if (!d->last[u]) d->last[u] = r;
+}
+
 /* Take a queued request out of its queue. */
 static void io_unlink(disk *d, io_req *r) {
     io_req **at = &d->first[r->urgency], *before = NULL;
@@ -1945,6 +1953,8 @@ static void io_done(disk *d, io_req *r) {
     c->read_bytes += r->n;
     c->ns_per_byte = c->ns_per_byte > 0 ? 0.9 * c->ns_per_byte + 0.1 * ns : ns;
     d->read_bytes += r->n;
+    for (int i = 0; i < d->n_copies; i++) /* a copy that was slow once is tried again */
+        if (i != r->i_copy && d->copies[i].queued == 0) d->copies[i].ns_per_byte *= 0.98;
     io_finish(d, r, IO_DONE);
 }
 
@@ -2056,12 +2066,15 @@ static void disk_submit(disk *d, io_req *r, enum io_urgency u) {
     pthread_mutex_unlock(&d->lock);
 }
 
-/* A guess that became a need. */
-static void disk_raise(disk *d, io_req *r) {
+/* A read ahead that became a need; with is_first, one that all else waits for. */
+static void disk_raise(disk *d, io_req *r, bool is_first) {
     pthread_mutex_lock(&d->lock);
-    if (r->state == IO_QUEUED && r->urgency != IO_DEMAND) {
+    if (r->state == IO_QUEUED && (is_first || r->urgency != IO_DEMAND)) {
         io_unlink(d, r);
-        io_push(d, r, IO_DEMAND);
+        if (is_first)
+            io_push_first(d, r, IO_DEMAND);
+        else
+            io_push(d, r, IO_DEMAND);
     }
     pthread_mutex_unlock(&d->lock);
 }
@@ -2198,7 +2211,7 @@ typedef struct {
 
 #define STREAM_LIVE 64
 #define PIECE_BYTES (8u << 20) /* a streamed piece, about */
-#define PIECE_ROWS  96         /* its rows are a multiple of ROW_TILE */
+#define PIECE_ROWS 96          /* its rows are a multiple of ROW_TILE */
 
 typedef struct {
     piece *pieces; /* [n_pieces] in order of use; the head's after n_body */
@@ -2210,7 +2223,7 @@ typedef struct {
         uint32_t i_piece;
         uint64_t at;
         io_req req;
-    } live[STREAM_LIVE];         /* asked for, oldest first, from `first` */
+    } live[STREAM_LIVE];            /* asked for, oldest first, from `first` */
     uint32_t first, n_live, i_read; /* i_read: the next piece to ask for  */
     bool is_next_pass, with_head;
 } stream;
@@ -2229,14 +2242,14 @@ typedef struct {
 
 typedef struct {
     slot *slots;
-    uint8_t *bytes;     /* [n_slots][slot_bytes]                        */
+    uint8_t *bytes; /* [n_slots][slot_bytes]                        */
     uint64_t slot_bytes, meta_bytes;
     uint32_t n_slots, quota;
-    int32_t *slot_of;   /* [n_moe][n_experts], -1: not here             */
-    uint32_t *n_held;   /* [n_moe] full slots that may stay             */
+    int32_t *slot_of; /* [n_moe][n_experts], -1: not here             */
+    uint32_t *n_held; /* [n_moe] full slots that may stay             */
     uint32_t *free, n_free;
     uint32_t guess[K3_MAX_TOP_K], n_guess; /* slots read ahead for the next layer */
-    uint32_t n_doomed;  /* guesses nobody wants, still being read       */
+    uint32_t n_doomed;                     /* guesses nobody wants, still being read       */
     uint64_t tick;
 } store;
 
@@ -2255,7 +2268,7 @@ struct k3_engine {
     stream stream;
     store store;
     k3_plan plan;
-    struct scratch *scratch; /* one step at a time uses it */
+    struct scratch *scratch;     /* one step at a time uses it */
     pthread_mutex_t step, money; /* the latter guards the ledger */
     k3_stats stats;
 };
@@ -2427,8 +2440,8 @@ static const enum tensor ORDER_KDA[] = {T_KDA_Q, T_KDA_K, T_KDA_V, T_KDA_G,  T_F
                                         T_B,     T_F_B,   T_KDA_O, N_TENSORS};
 static const enum tensor ORDER_MLA[] = {T_Q_A, T_KV_A, T_MLA_G, T_Q_B, T_KV_B, T_MLA_O, N_TENSORS};
 static const enum tensor ORDER_DENSE[] = {T_GATE, T_UP, T_DOWN, N_TENSORS};
-static const enum tensor ORDER_MOE[] = {T_ROUTER, T_LAT_DOWN, T_SH_GATE, T_SH_UP,
-                                        T_LAT_UP, T_SH_DOWN,  N_TENSORS};
+static const enum tensor ORDER_MOE[] = {T_ROUTER,  T_LAT_DOWN, T_SH_GATE, T_SH_UP,
+                                        T_SH_DOWN, T_LAT_UP,   N_TENSORS};
 
 static uint64_t tensor_rows(const model *m, int t) { return m->dims[TENSOR[t].dims[0]]; }
 static uint64_t tensor_cols(const model *m, int t) { return m->dims[TENSOR[t].dims[1]]; }
@@ -2556,7 +2569,7 @@ static int stream_take(k3_engine *e, uint32_t il, int t, const piece **p, const 
     if (s->n_live == 0 || (*p)->il != il || (*p)->t != t)
         return fail(err, K3_EUSAGE, "internal: %s of layer %u is not next in the stream",
                     TENSOR[t].name, il);
-    disk_raise(&e->io, r);
+    disk_raise(&e->io, r, true);
     disk_wait(&e->io, r);
     if (r->state == IO_FAILED)
         return fail_in(err, disk_fail(&e->io, r, err), "%s of layer %u", TENSOR[t].name, il);
@@ -2911,6 +2924,17 @@ static uint64_t plan_ring_least(const k3_engine *e) {
     return 2 * io_room(piece_max_bytes(&e->files, &e->sh));
 }
 
+/* The most positions, a power of two up to 512, whose scratch takes at most an eighth of what is
+ * above the floor: a longer chunk reads streamed weights fewer times for a prompt, but its memory
+ * holds no weights in decode. */
+static uint64_t plan_chunk(const k3_engine *e, uint64_t trunk) {
+    uint64_t least = plan_fixed(e, 1) + trunk;
+    uint64_t left = e->mem.limit > least ? e->mem.limit - least : 0;
+    uint64_t chunk = 512;
+    while (chunk > 1 && scratch_bytes(e, chunk) - scratch_bytes(e, 1) > left / 8) chunk /= 2;
+    return chunk;
+}
+
 /* Mark matrices resident while `left` lasts; returns what they take. */
 static uint64_t plan_residents(k3_engine *e, uint64_t left) {
     static const enum tensor first[] = {T_ROUTER, T_KV_B};
@@ -2980,12 +3004,11 @@ static int plan_make(k3_engine *e, k3_error *err) {
     p->state_bytes = sh->state_bytes;
     p->session_bytes = session_bytes(sh, p->context);
     p->slot_bytes = expert_room(&e->files, sh);
-    uint64_t chunk = o->chunk ? (uint64_t)o->chunk : 64;
     uint64_t all = matrices_bytes(e, false), trunk = plan_ring_least(e) + plan_pieces(e);
     if (trunk > all) trunk = all; /* small enough to be kept */
-    p->floor_bytes = plan_fixed(e, o->chunk ? chunk : 1) + trunk;
-    while (!o->chunk && chunk > 1 && plan_fixed(e, chunk) + trunk > e->mem.limit) chunk /= 4;
+    uint64_t chunk = o->chunk ? (uint64_t)o->chunk : plan_chunk(e, trunk);
     uint64_t fixed = plan_fixed(e, chunk);
+    p->floor_bytes = plan_fixed(e, o->chunk ? chunk : 1) + trunk;
     if (fixed + trunk > e->mem.limit)
         return fail(err, K3_EBUDGET,
                     "a budget of %llu bytes is below the floor of this model with a context of "
@@ -3164,11 +3187,12 @@ static int disk_choose(k3_engine *e, k3_error *err) {
  * sublayer share one arena. `packed` is the layout of kernels.h. Everything that has a row per
  * position is split over threads by position, every matrix by output rows, attention by heads.
  */
-#define ROW_TILE  96   /* output rows a thread takes at a time: three packed groups, and a
+#define ROW_TILE                                                                                   \
+    96                /* output rows a thread takes at a time: three packed groups, and a
                           multiple of the 6 rows that the kernels keep in flight     */
-#define KDA_TILE  32   /* positions whose q, k, v, a of one head are held at once */
-#define MLA_BLOCK 256  /* positions per softmax block (NUMERICS 3)               */
-#define MLA_TOK   8    /* positions x heads whose queries share a pass over the cache */
+#define KDA_TILE 32   /* positions whose q, k, v, a of one head are held at once */
+#define MLA_BLOCK 256 /* positions per softmax block (NUMERICS 3)               */
+#define MLA_TOK 8     /* positions x heads whose queries share a pass over the cache */
 #define MLA_HEADS 8
 #define MLA_ROWS (MLA_TOK * MLA_HEADS)
 
@@ -3186,8 +3210,8 @@ typedef struct {
 
 typedef struct {
     float *router, *z, *zp, *sg, *su, *shp, *up, *r, *rp;
-    int64_t *Q;             /* [T][latent] the exact sum             */
-    float *zpair, *hpair;   /* [max_pairs][latent], [..][inter], packed per expert */
+    int64_t *Q;           /* [T][latent] the exact sum             */
+    float *zpair, *hpair; /* [max_pairs][latent], [..][inter], packed per expert */
 } moe_bufs;
 
 typedef struct {
@@ -3195,29 +3219,29 @@ typedef struct {
     uint32_t at;           /* its first pair in the batch being computed   */
     float weight;          /* sum of its router weights in the chunk       */
     bool is_computed;
-    slot *slot;            /* NULL: not asked for yet                      */
+    slot *slot; /* NULL: not asked for yet                      */
     expert_view view;
 } routed;
 
 struct scratch {
-    float *P, *x, *f;  /* [chunk][hidden]: running sum, mixed input, sublayer output */
-    float *xp;         /* packed normed input                                        */
-    float *blocks;     /* [n_blocks][chunk][hidden]                                  */
+    float *P, *x, *f; /* [chunk][hidden]: running sum, mixed input, sublayer output */
+    float *xp;        /* packed normed input                                        */
+    float *blocks;    /* [n_blocks][chunk][hidden]                                  */
     kda_bufs kda;
     mla_bufs mla;
     dense_bufs dense;
     moe_bufs moe;
-    float *local;      /* [n_threads][local_floats] */
+    float *local; /* [n_threads][local_floats] */
     uint64_t local_floats;
-    uint16_t *embed;   /* [hidden] one bf16 row     */
-    uint64_t *trace;   /* [chunk][n_layers]         */
-    uint32_t *pick;    /* [chunk][top_k] ids, ascending      */
-    float *pick_w;     /* [chunk][top_k]                     */
-    uint32_t *n_of;    /* [n_experts] pairs of each expert   */
-    routed *routed;    /* [n_experts] distinct, by id        */
-    routed **batch;    /* [n_experts] those to compute now   */
-    uint32_t *queue;   /* [n_experts] routed[] still to be fetched, by place in the file */
-    uint32_t *pair_t;  /* [chunk x top_k] position, by expert */
+    uint16_t *embed;  /* [hidden] one bf16 row     */
+    uint64_t *trace;  /* [chunk][n_layers]         */
+    uint32_t *pick;   /* [chunk][top_k] ids, ascending      */
+    float *pick_w;    /* [chunk][top_k]                     */
+    uint32_t *n_of;   /* [n_experts] pairs of each expert   */
+    routed *routed;   /* [n_experts] distinct, by id        */
+    routed **batch;   /* [n_experts] those to compute now   */
+    uint32_t *queue;  /* [n_experts] routed[] still to be fetched, by place in the file */
+    uint32_t *pair_t; /* [chunk x top_k] position, by expert */
     float *pair_w;
     uint32_t max_pairs; /* most pairs computed together      */
     float *guess;       /* [n_experts] the next layer's scores */
@@ -3231,11 +3255,13 @@ typedef struct {
     k3_session *s;
     struct scratch *b;
     const k3_kernels *k;
-    size_t T;          /* positions in this chunk         */
-    uint64_t pos;      /* absolute position of the first  */
-    uint32_t n_blocks; /* AttnRes blocks so far           */
-    const uint16_t *kv_b; /* of the MLA layer at work     */
-    uint64_t done, total; /* positions x layers, for progress */
+    size_t T;                  /* positions in this chunk         */
+    uint64_t pos;              /* absolute position of the first  */
+    uint32_t n_blocks;         /* AttnRes blocks so far           */
+    const uint16_t *kv_b;      /* of the MLA layer at work     */
+    uint32_t n_routed;         /* distinct experts of the MoE layer at work ... */
+    uint32_t n_queue, i_queue; /* ... of them queue[i_queue..n_queue) not asked for yet */
+    uint64_t done, total;      /* positions x layers, for progress */
     k3_error *err;
 } step;
 
@@ -3378,7 +3404,7 @@ static int scratch_open(k3_engine *e, k3_error *err) {
 
 /* y[t][r] = W[r] . x[t] for all rows of matrix t of a layer. */
 typedef struct {
-    float *y;        /* [T][rows]       */
+    float *y; /* [T][rows]       */
     enum tensor t;
     const float *xp; /* packed [T][cols] */
 } job;
@@ -3417,6 +3443,12 @@ static void linear_resident(const step *st, uint32_t il, size_t T, const job *jo
     }
 }
 
+/* Say where the step is, and hear whether to go on. */
+static int step_progress(step *st, uint32_t il) {
+    return engine_progress(st->e, K3_PHASE_COMPUTE, st->done, st->total,
+                           il < st->e->sh.n_layers ? (int)il : -1, st->err);
+}
+
 /* A streamed matrix, piece by piece as its rows arrive. */
 static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
     size_t n = tensor_cols(&st->e->files, b->t);
@@ -3433,6 +3465,7 @@ static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
         }
         done += p->n_rows;
         stream_release(st->e);
+        if ((rc = step_progress(st, il)) < 0) return rc;
     }
     return 0;
 }
@@ -3602,15 +3635,15 @@ typedef struct {
     const step *st;
     uint32_t il;
     size_t h0, nh, t0, nt;
-    size_t row;              /* floats of a cache row: k3_pad(kv_lora + rope)  */
-    size_t lora;             /* k3_pad(kv_lora)                                */
-    const float *cache;      /* [context][row], packed                         */
-    float *qabs, *plain;     /* [nt][kv_lora], one query                       */
-    float *qp;               /* packed queries [nt x nh][row]                  */
-    float *score;            /* [nt x nh][MLA_BLOCK]                           */
-    float *ctx, *ctx_b;      /* [nt x nh][lora], [nh][lora]: in packed order   */
-    float *ctxp;             /* packed [nt][kv_lora] of one head               */
-    float *m, *Z;            /* [nt x nh] running maximum, sum                 */
+    size_t row;          /* floats of a cache row: k3_pad(kv_lora + rope)  */
+    size_t lora;         /* k3_pad(kv_lora)                                */
+    const float *cache;  /* [context][row], packed                         */
+    float *qabs, *plain; /* [nt][kv_lora], one query                       */
+    float *qp;           /* packed queries [nt x nh][row]                  */
+    float *score;        /* [nt x nh][MLA_BLOCK]                           */
+    float *ctx, *ctx_b;  /* [nt x nh][lora], [nh][lora]: in packed order   */
+    float *ctxp;         /* packed [nt][kv_lora] of one head               */
+    float *m, *Z;        /* [nt x nh] running maximum, sum                 */
 } mla_tile;
 
 static void mla_tile_carve(mla_tile *a, float *local) {
@@ -3953,8 +3986,7 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
     uint32_t bad_e = UINT32_MAX;
     int64_t bad_row = -1;
     experts_gather(st, n_batch);
-    size_t n_inner =
-        tile_count(sh->expert_inter) * (size_t)n_batch; /* tile-major: even load */
+    size_t n_inner = tile_count(sh->expert_inter) * (size_t)n_batch; /* tile-major: even load */
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
     for (size_t i = 0; i < n_inner; i++) {
         fp_default();
@@ -3995,7 +4027,7 @@ static uint32_t experts_pin(step *st, uint32_t il, uint32_t n_routed) {
         if (r->slot) {
             r->slot->is_pinned = true;
             for (int i = 0; r->slot->state == SLOT_READING && i < r->slot->n_reqs; i++)
-                disk_raise(&e->io, &r->slot->req[i]);
+                disk_raise(&e->io, &r->slot->req[i], false);
             e->stats.expert_hits += r->slot->state == SLOT_FULL;
             continue;
         }
@@ -4060,36 +4092,49 @@ static void experts_guess(step *st, uint32_t il) {
     }
 }
 
+/* Ask for as many of the queued experts as there are slots. */
+static void experts_fetch(step *st, uint32_t il) {
+    struct scratch *b = st->b;
+    for (; st->i_queue < st->n_queue; st->i_queue++) {
+        routed *r = &b->routed[b->queue[st->i_queue]];
+        if (!store_fetch(st->e, il, r->ie, IO_DEMAND)) return;
+        r->slot = store_find(st->e, il, r->ie);
+        r->slot->is_pinned = true;
+    }
+}
+
+/* The router has spoken: the disk begins, before anything else is computed. */
+static void experts_begin(step *st, uint32_t il) {
+    store_cool(st->e, il);
+    st->n_routed = experts_sort(st);
+    st->n_queue = experts_pin(st, il, st->n_routed);
+    st->i_queue = 0;
+    store_settle_guesses(st->e, il, st->b->n_of);
+    st->e->stats.expert_uses += st->n_routed;
+    experts_fetch(st, il);
+}
+
 /* Q = the weighted expert sum of every position of the chunk. */
 static int experts(step *st, uint32_t il) {
     k3_engine *e = st->e;
     struct scratch *b = st->b;
+    bool has_guessed = false;
     memset(b->moe.Q, 0, st->T * e->sh.latent * sizeof *b->moe.Q);
-    store_cool(e, il);
-    uint32_t n_routed = experts_sort(st), n_left = n_routed, i_queue = 0;
-    uint32_t n_queue = experts_pin(st, il, n_routed);
-    store_settle_guesses(e, il, b->n_of);
-    e->stats.expert_uses += n_routed;
-    for (bool has_guessed = false; n_left > 0;) {
+    for (uint32_t n_left = st->n_routed; n_left > 0;) {
         uint64_t seen = disk_changes(&e->io);
-        for (; i_queue < n_queue; i_queue++) {
-            routed *r = &b->routed[b->queue[i_queue]];
-            if (!store_fetch(e, il, r->ie, IO_DEMAND)) break;
-            r->slot = store_find(e, il, r->ie);
-            r->slot->is_pinned = true;
-        }
-        if (i_queue == n_queue && !has_guessed) {
+        experts_fetch(st, il);
+        if (st->i_queue == st->n_queue && !has_guessed) {
             has_guessed = true;
             experts_guess(st, il + 1);
         }
-        int n_batch = experts_collect(st, n_routed);
+        int n_batch = experts_collect(st, st->n_routed), rc;
         if (n_batch < 0) return n_batch;
         if (n_batch == 0) {
+            if ((rc = step_progress(st, il)) < 0) return rc;
             disk_wait_change(&e->io, seen);
             continue;
         }
-        int rc = experts_compute(st, il, (uint32_t)n_batch);
-        if (rc < 0) return rc;
+        if ((rc = experts_compute(st, il, (uint32_t)n_batch)) < 0) return rc;
         for (int x = 0; x < n_batch; x++) {
             routed *r = b->batch[x];
             r->is_computed = true;
@@ -4108,13 +4153,13 @@ static int moe(step *st, uint32_t il) {
     const moe_bufs *b = &st->b->moe;
     size_t T = st->T, H = e->sh.hidden, lat = e->sh.latent;
     const float *xp = st->b->xp;
-    const job in[] = {{b->router, T_ROUTER, xp},
-                      {b->z, T_LAT_DOWN, xp},
-                      {b->sg, T_SH_GATE, xp},
-                      {b->su, T_SH_UP, xp}};
-    int rc = linear(st, il, T, in, 4);
+    int rc = linear(st, il, T, &(job){b->router, T_ROUTER, xp}, 1);
     if (rc < 0 || (rc = router(st, il)) < 0) return rc;
+    experts_begin(st, il);
+    const job in[] = {{b->z, T_LAT_DOWN, xp}, {b->sg, T_SH_GATE, xp}, {b->su, T_SH_UP, xp}};
+    if ((rc = linear(st, il, T, in, 3)) < 0) return rc;
     situ_pack_rows(e, T, b->shp, b->sg, b->su, e->sh.shared_inter);
+    if ((rc = linear(st, il, T, &(job){b->up, T_SH_DOWN, b->shp}, 1)) < 0) return rc;
     pack_rows(e, T, b->zp, b->z, lat, lat);
     if ((rc = experts(st, il)) < 0) return rc;
 #pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
@@ -4123,9 +4168,12 @@ static int moe(step *st, uint32_t il) {
         st->k->q40_f32(b->r + t * lat, b->Q + t * lat, lat);
     }
     rms_pack_rows(e, T, b->rp, b->r, lat, e->layers[il].v[T_LAT_NORM], lat, e->sh.rms_eps);
-    const job out[] = {{st->b->f, T_LAT_UP, b->rp}, {b->up, T_SH_DOWN, b->shp}};
-    if ((rc = linear(st, il, T, out, 2)) < 0) return rc;
-    st->k->add(st->b->f, b->up, T * H);
+    if ((rc = linear(st, il, T, &(job){st->b->f, T_LAT_UP, b->rp}, 1)) < 0) return rc;
+#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
+    for (size_t t = 0; t < T; t++) {
+        fp_default();
+        st->k->add(st->b->f + t * H, b->up + t * H, H);
+    }
     return 0;
 }
 
@@ -4241,12 +4289,12 @@ static int forward_layer(step *st, uint32_t il) {
     if (is_push) push_block(st);                              /* the raw P, not x         */
     rc = sh->is_mla[il] ? mla(st, il) : kda(st, il);          /* f = attention(x)         */
     if (rc < 0) return rc;
-    residual(st, is_push);                                    /* P = f, or P + f          */
+    residual(st, is_push); /* P = f, or P + f          */
 
     mix_pack_rows(st, 0, st->T, ly->u_mlp, ly->v[T_POST_NORM]);
-    rc = il < sh->n_dense ? dense(st, il) : moe(st, il);      /* f = FFN(x)               */
+    rc = il < sh->n_dense ? dense(st, il) : moe(st, il); /* f = FFN(x)               */
     if (rc < 0) return rc;
-    residual(st, false);                                      /* P = P + f                */
+    residual(st, false); /* P = P + f                */
     return layer_check(st, il);
 }
 
@@ -4274,8 +4322,7 @@ static int forward(step *st, const uint32_t *ids, size_t n_rows, float *logits) 
     for (uint32_t il = 0; rc == 0 && il < sh->n_layers; il++) {
         rc = forward_layer(st, il);
         st->done += st->T;
-        if (rc == 0)
-            rc = engine_progress(st->e, K3_PHASE_COMPUTE, st->done, st->total, (int)il, st->err);
+        if (rc == 0) rc = step_progress(st, il);
     }
     if (rc == 0 && n_rows > 0) rc = forward_head(st, n_rows, logits);
     if (rc < 0 || !st->s->trace) return rc;
