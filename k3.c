@@ -184,7 +184,7 @@ static int thread_index(void) {
  */
 typedef struct {
     uint64_t limit, used;
-    int why;               /* status of the last refusal                    */
+    int why;              /* status of the last refusal                    */
     pthread_mutex_t *lock; /* sessions come and go on any thread; may be NULL */
 } ledger;
 
@@ -1017,8 +1017,8 @@ typedef struct {
     uint32_t n_shards;
     uint64_t dims[N_DIMS];
     place at_model[N_MODEL_TENSORS];
-    place (*at)[N_TENSORS]; /* [n_layers], entries of the layer's own parts are used */
-    expert_place *experts;  /* [n_layers - n_dense][n_experts] */
+    place (*at)[N_TENSORS];   /* [n_layers], entries of the layer's own parts are used */
+    expert_place *experts;    /* [n_layers - n_dense][n_experts] */
     bool has_index;
     uint64_t n_unknown;
     ledger *mem;
@@ -1201,10 +1201,10 @@ static int model_expect(const k3_shape *sh, expect_fn fn, void *user) {
  * tensor, and a hostile one 250 times its size; so both are read as they pass by.
  */
 typedef struct {
-    FILE *f;             /* the index, or NULL and  */
-    const char *p, *end; /* a header in memory      */
-    uint64_t n;          /* characters taken        */
-    int c;               /* the current one, or EOF */
+    FILE *f;                  /* the index, or NULL and  */
+    const char *p, *end;      /* a header in memory      */
+    uint64_t n;               /* characters taken        */
+    int c;                    /* the current one, or EOF */
 } scan;
 
 static void scan_next(scan *s) {
@@ -1789,17 +1789,17 @@ enum io_urgency { IO_DEMAND, IO_TRUNK, IO_GUESS, N_URGENCIES };
 enum io_state { IO_IDLE, IO_QUEUED, IO_BUSY, IO_DONE, IO_FAILED };
 
 typedef struct io_req {
-    uint8_t *to; /* io_room(n) bytes, IO_ALIGN-aligned        */
-    uint8_t *at; /* when done: where the n bytes begin        */
+    uint8_t *to;        /* io_room(n) bytes, IO_ALIGN-aligned        */
+    uint8_t *at;        /* when done: where the n bytes begin        */
     uint64_t offset, n;
-    uint64_t sum; /* XXH3 of the n bytes, if has_sum           */
+    uint64_t sum;       /* XXH3 of the n bytes, if has_sum           */
     uint16_t i_shard;
     bool has_sum;
-    uint8_t tried; /* copies that failed it, by bit             */
+    uint8_t tried;      /* copies that failed it, by bit             */
     enum io_state state;
     enum io_urgency urgency;
     int i_copy, n_tries;
-    int why; /* errno of a failure; 0: the file ended     */
+    int why;            /* errno of a failure; 0: the file ended     */
     uint64_t got, start_ns;
     struct io_req *next;
 } io_req;
@@ -2211,7 +2211,7 @@ typedef struct {
 
 #define STREAM_LIVE 64
 #define PIECE_BYTES (8u << 20) /* a streamed piece, about */
-#define PIECE_ROWS 96          /* its rows are a multiple of ROW_TILE */
+#define PIECE_ROWS  96         /* its rows are a multiple of ROW_TILE */
 
 typedef struct {
     piece *pieces; /* [n_pieces] in order of use; the head's after n_body */
@@ -2223,7 +2223,7 @@ typedef struct {
         uint32_t i_piece;
         uint64_t at;
         io_req req;
-    } live[STREAM_LIVE];            /* asked for, oldest first, from `first` */
+    } live[STREAM_LIVE];         /* asked for, oldest first, from `first` */
     uint32_t first, n_live, i_read; /* i_read: the next piece to ask for  */
     bool is_next_pass, with_head;
 } stream;
@@ -2242,14 +2242,14 @@ typedef struct {
 
 typedef struct {
     slot *slots;
-    uint8_t *bytes; /* [n_slots][slot_bytes]                        */
+    uint8_t *bytes;     /* [n_slots][slot_bytes]                        */
     uint64_t slot_bytes, meta_bytes;
     uint32_t n_slots, quota;
-    int32_t *slot_of; /* [n_moe][n_experts], -1: not here             */
-    uint32_t *n_held; /* [n_moe] full slots that may stay             */
+    int32_t *slot_of;   /* [n_moe][n_experts], -1: not here             */
+    uint32_t *n_held;   /* [n_moe] full slots that may stay             */
     uint32_t *free, n_free;
     uint32_t guess[K3_MAX_TOP_K], n_guess; /* slots read ahead for the next layer */
-    uint32_t n_doomed;                     /* guesses nobody wants, still being read       */
+    uint32_t n_doomed;  /* guesses nobody wants, still being read       */
     uint64_t tick;
 } store;
 
@@ -2268,7 +2268,7 @@ struct k3_engine {
     stream stream;
     store store;
     k3_plan plan;
-    struct scratch *scratch;     /* one step at a time uses it */
+    struct scratch *scratch; /* one step at a time uses it */
     pthread_mutex_t step, money; /* the latter guards the ledger */
     k3_stats stats;
 };
@@ -3187,12 +3187,11 @@ static int disk_choose(k3_engine *e, k3_error *err) {
  * sublayer share one arena. `packed` is the layout of kernels.h. Everything that has a row per
  * position is split over threads by position, every matrix by output rows, attention by heads.
  */
-#define ROW_TILE                                                                                   \
-    96                /* output rows a thread takes at a time: three packed groups, and a
+#define ROW_TILE  96   /* output rows a thread takes at a time: three packed groups, and a
                           multiple of the 6 rows that the kernels keep in flight     */
-#define KDA_TILE 32   /* positions whose q, k, v, a of one head are held at once */
-#define MLA_BLOCK 256 /* positions per softmax block (NUMERICS 3)               */
-#define MLA_TOK 8     /* positions x heads whose queries share a pass over the cache */
+#define KDA_TILE  32   /* positions whose q, k, v, a of one head are held at once */
+#define MLA_BLOCK 256  /* positions per softmax block (NUMERICS 3)               */
+#define MLA_TOK   8    /* positions x heads whose queries share a pass over the cache */
 #define MLA_HEADS 8
 #define MLA_ROWS (MLA_TOK * MLA_HEADS)
 
@@ -3210,8 +3209,8 @@ typedef struct {
 
 typedef struct {
     float *router, *z, *zp, *sg, *su, *shp, *up, *r, *rp;
-    int64_t *Q;           /* [T][latent] the exact sum             */
-    float *zpair, *hpair; /* [max_pairs][latent], [..][inter], packed per expert */
+    int64_t *Q;             /* [T][latent] the exact sum             */
+    float *zpair, *hpair;   /* [max_pairs][latent], [..][inter], packed per expert */
 } moe_bufs;
 
 typedef struct {
@@ -3219,29 +3218,29 @@ typedef struct {
     uint32_t at;           /* its first pair in the batch being computed   */
     float weight;          /* sum of its router weights in the chunk       */
     bool is_computed;
-    slot *slot; /* NULL: not asked for yet                      */
+    slot *slot;            /* NULL: not asked for yet                      */
     expert_view view;
 } routed;
 
 struct scratch {
-    float *P, *x, *f; /* [chunk][hidden]: running sum, mixed input, sublayer output */
-    float *xp;        /* packed normed input                                        */
-    float *blocks;    /* [n_blocks][chunk][hidden]                                  */
+    float *P, *x, *f;  /* [chunk][hidden]: running sum, mixed input, sublayer output */
+    float *xp;         /* packed normed input                                        */
+    float *blocks;     /* [n_blocks][chunk][hidden]                                  */
     kda_bufs kda;
     mla_bufs mla;
     dense_bufs dense;
     moe_bufs moe;
-    float *local; /* [n_threads][local_floats] */
+    float *local;      /* [n_threads][local_floats] */
     uint64_t local_floats;
-    uint16_t *embed;  /* [hidden] one bf16 row     */
-    uint64_t *trace;  /* [chunk][n_layers]         */
-    uint32_t *pick;   /* [chunk][top_k] ids, ascending      */
-    float *pick_w;    /* [chunk][top_k]                     */
-    uint32_t *n_of;   /* [n_experts] pairs of each expert   */
-    routed *routed;   /* [n_experts] distinct, by id        */
-    routed **batch;   /* [n_experts] those to compute now   */
-    uint32_t *queue;  /* [n_experts] routed[] still to be fetched, by place in the file */
-    uint32_t *pair_t; /* [chunk x top_k] position, by expert */
+    uint16_t *embed;   /* [hidden] one bf16 row     */
+    uint64_t *trace;   /* [chunk][n_layers]         */
+    uint32_t *pick;    /* [chunk][top_k] ids, ascending      */
+    float *pick_w;     /* [chunk][top_k]                     */
+    uint32_t *n_of;    /* [n_experts] pairs of each expert   */
+    routed *routed;    /* [n_experts] distinct, by id        */
+    routed **batch;    /* [n_experts] those to compute now   */
+    uint32_t *queue;   /* [n_experts] routed[] still to be fetched, by place in the file */
+    uint32_t *pair_t;  /* [chunk x top_k] position, by expert */
     float *pair_w;
     uint32_t max_pairs; /* most pairs computed together      */
     float *guess;       /* [n_experts] the next layer's scores */
@@ -3255,13 +3254,13 @@ typedef struct {
     k3_session *s;
     struct scratch *b;
     const k3_kernels *k;
-    size_t T;                  /* positions in this chunk         */
-    uint64_t pos;              /* absolute position of the first  */
-    uint32_t n_blocks;         /* AttnRes blocks so far           */
-    const uint16_t *kv_b;      /* of the MLA layer at work     */
-    uint32_t n_routed;         /* distinct experts of the MoE layer at work ... */
+    size_t T;          /* positions in this chunk         */
+    uint64_t pos;      /* absolute position of the first  */
+    uint32_t n_blocks; /* AttnRes blocks so far           */
+    const uint16_t *kv_b; /* of the MLA layer at work     */
+    uint32_t n_routed;    /* distinct experts of the MoE layer at work ... */
     uint32_t n_queue, i_queue; /* ... of them queue[i_queue..n_queue) not asked for yet */
-    uint64_t done, total;      /* positions x layers, for progress */
+    uint64_t done, total; /* positions x layers, for progress */
     k3_error *err;
 } step;
 
@@ -3404,7 +3403,7 @@ static int scratch_open(k3_engine *e, k3_error *err) {
 
 /* y[t][r] = W[r] . x[t] for all rows of matrix t of a layer. */
 typedef struct {
-    float *y; /* [T][rows]       */
+    float *y;        /* [T][rows]       */
     enum tensor t;
     const float *xp; /* packed [T][cols] */
 } job;
@@ -3635,15 +3634,15 @@ typedef struct {
     const step *st;
     uint32_t il;
     size_t h0, nh, t0, nt;
-    size_t row;          /* floats of a cache row: k3_pad(kv_lora + rope)  */
-    size_t lora;         /* k3_pad(kv_lora)                                */
-    const float *cache;  /* [context][row], packed                         */
-    float *qabs, *plain; /* [nt][kv_lora], one query                       */
-    float *qp;           /* packed queries [nt x nh][row]                  */
-    float *score;        /* [nt x nh][MLA_BLOCK]                           */
-    float *ctx, *ctx_b;  /* [nt x nh][lora], [nh][lora]: in packed order   */
-    float *ctxp;         /* packed [nt][kv_lora] of one head               */
-    float *m, *Z;        /* [nt x nh] running maximum, sum                 */
+    size_t row;              /* floats of a cache row: k3_pad(kv_lora + rope)  */
+    size_t lora;             /* k3_pad(kv_lora)                                */
+    const float *cache;      /* [context][row], packed                         */
+    float *qabs, *plain;     /* [nt][kv_lora], one query                       */
+    float *qp;               /* packed queries [nt x nh][row]                  */
+    float *score;            /* [nt x nh][MLA_BLOCK]                           */
+    float *ctx, *ctx_b;      /* [nt x nh][lora], [nh][lora]: in packed order   */
+    float *ctxp;             /* packed [nt][kv_lora] of one head               */
+    float *m, *Z;            /* [nt x nh] running maximum, sum                 */
 } mla_tile;
 
 static void mla_tile_carve(mla_tile *a, float *local) {
@@ -3986,7 +3985,8 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
     uint32_t bad_e = UINT32_MAX;
     int64_t bad_row = -1;
     experts_gather(st, n_batch);
-    size_t n_inner = tile_count(sh->expert_inter) * (size_t)n_batch; /* tile-major: even load */
+    size_t n_inner =
+        tile_count(sh->expert_inter) * (size_t)n_batch; /* tile-major: even load */
 #pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
     for (size_t i = 0; i < n_inner; i++) {
         fp_default();
@@ -4289,12 +4289,12 @@ static int forward_layer(step *st, uint32_t il) {
     if (is_push) push_block(st);                              /* the raw P, not x         */
     rc = sh->is_mla[il] ? mla(st, il) : kda(st, il);          /* f = attention(x)         */
     if (rc < 0) return rc;
-    residual(st, is_push); /* P = f, or P + f          */
+    residual(st, is_push);                                    /* P = f, or P + f          */
 
     mix_pack_rows(st, 0, st->T, ly->u_mlp, ly->v[T_POST_NORM]);
-    rc = il < sh->n_dense ? dense(st, il) : moe(st, il); /* f = FFN(x)               */
+    rc = il < sh->n_dense ? dense(st, il) : moe(st, il);      /* f = FFN(x)               */
     if (rc < 0) return rc;
-    residual(st, false); /* P = P + f                */
+    residual(st, false);                                      /* P = P + f                */
     return layer_check(st, il);
 }
 
