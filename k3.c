@@ -1879,6 +1879,14 @@ static void io_push(disk *d, io_req *r, enum io_urgency u) {
     d->last[u] = r;
 }
 
+static void io_push_first(disk *d, io_req *r, enum io_urgency u) {
+    r->next = d->first[u];
+    r->urgency = u;
+    r->state = IO_QUEUED;
+    d->first[u] = r;
+    if (!d->last[u]) d->last[u] = r;
+}
+
 /* Take a queued request out of its queue. */
 static void io_unlink(disk *d, io_req *r) {
     io_req **at = &d->first[r->urgency], *before = NULL;
@@ -1947,6 +1955,8 @@ static void io_done(disk *d, io_req *r) {
     c->read_bytes += r->n;
     c->ns_per_byte = c->ns_per_byte > 0 ? 0.9 * c->ns_per_byte + 0.1 * ns : ns;
     d->read_bytes += r->n;
+    for (int i = 0; i < d->n_copies; i++) /* a copy that was slow once is tried again */
+        if (i != r->i_copy && d->copies[i].queued == 0) d->copies[i].ns_per_byte *= 0.98;
     io_finish(d, r, IO_DONE);
 }
 
@@ -2058,12 +2068,15 @@ static void disk_submit(disk *d, io_req *r, enum io_urgency u) {
     pthread_mutex_unlock(&d->lock);
 }
 
-/* A guess that became a need. */
-static void disk_raise(disk *d, io_req *r) {
+/* A read ahead that became a need; with is_first, one that all else waits for. */
+static void disk_raise(disk *d, io_req *r, bool is_first) {
     pthread_mutex_lock(&d->lock);
-    if (r->state == IO_QUEUED && r->urgency != IO_DEMAND) {
+    if (r->state == IO_QUEUED && (is_first || r->urgency != IO_DEMAND)) {
         io_unlink(d, r);
-        io_push(d, r, IO_DEMAND);
+        if (is_first)
+            io_push_first(d, r, IO_DEMAND);
+        else
+            io_push(d, r, IO_DEMAND);
     }
     pthread_mutex_unlock(&d->lock);
 }
@@ -2430,8 +2443,8 @@ static const enum tensor ORDER_KDA[] = {T_KDA_Q, T_KDA_K, T_KDA_V, T_KDA_G,  T_F
                                         T_B,     T_F_B,   T_KDA_O, N_TENSORS};
 static const enum tensor ORDER_MLA[] = {T_Q_A, T_KV_A, T_MLA_G, T_Q_B, T_KV_B, T_MLA_O, N_TENSORS};
 static const enum tensor ORDER_DENSE[] = {T_GATE, T_UP, T_DOWN, N_TENSORS};
-static const enum tensor ORDER_MOE[] = {T_ROUTER, T_LAT_DOWN, T_SH_GATE, T_SH_UP,
-                                        T_LAT_UP, T_SH_DOWN,  N_TENSORS};
+static const enum tensor ORDER_MOE[] = {T_ROUTER,  T_LAT_DOWN, T_SH_GATE, T_SH_UP,
+                                        T_SH_DOWN, T_LAT_UP,   N_TENSORS};
 
 static uint64_t tensor_rows(const model *m, int t) { return m->dims[TENSOR[t].dims[0]]; }
 static uint64_t tensor_cols(const model *m, int t) { return m->dims[TENSOR[t].dims[1]]; }
@@ -2559,7 +2572,7 @@ static int stream_take(k3_engine *e, uint32_t il, int t, const piece **p, const 
     if (s->n_live == 0 || (*p)->il != il || (*p)->t != t)
         return fail(err, K3_EUSAGE, "internal: %s of layer %u is not next in the stream",
                     TENSOR[t].name, il);
-    disk_raise(&e->io, r);
+    disk_raise(&e->io, r, true);
     disk_wait(&e->io, r);
     if (r->state == IO_FAILED)
         return fail_in(err, disk_fail(&e->io, r, err), "%s of layer %u", TENSOR[t].name, il);
@@ -2914,6 +2927,17 @@ static uint64_t plan_ring_least(const k3_engine *e) {
     return 2 * io_room(piece_max_bytes(&e->files, &e->sh));
 }
 
+/* The most positions, a power of two up to 512, whose scratch takes at most an eighth of what is
+ * above the floor: a longer chunk reads streamed weights fewer times for a prompt, but its memory
+ * holds no weights in decode. */
+static uint64_t plan_chunk(const k3_engine *e, uint64_t trunk) {
+    uint64_t least = plan_fixed(e, 1) + trunk;
+    uint64_t left = e->mem.limit > least ? e->mem.limit - least : 0;
+    uint64_t chunk = 512;
+    while (chunk > 1 && scratch_bytes(e, chunk) - scratch_bytes(e, 1) > left / 8) chunk /= 2;
+    return chunk;
+}
+
 /* Mark matrices resident while `left` lasts; returns what they take. */
 static uint64_t plan_residents(k3_engine *e, uint64_t left) {
     static const enum tensor first[] = {T_ROUTER, T_KV_B};
@@ -2984,12 +3008,11 @@ static int plan_make(k3_engine *e, k3_error *err) {
     p->session_bytes = session_bytes(sh, p->context);
     p->snapshot_bytes = (uint64_t)o->snapshots * sh->state_bytes;
     p->slot_bytes = expert_room(&e->files, sh);
-    uint64_t chunk = o->chunk ? (uint64_t)o->chunk : 64;
     uint64_t all = matrices_bytes(e, false), trunk = plan_ring_least(e) + plan_pieces(e);
     if (trunk > all) trunk = all; /* small enough to be kept */
-    p->floor_bytes = plan_fixed(e, o->chunk ? chunk : 1) + trunk;
-    while (!o->chunk && chunk > 1 && plan_fixed(e, chunk) + trunk > e->mem.limit) chunk /= 4;
+    uint64_t chunk = o->chunk ? (uint64_t)o->chunk : plan_chunk(e, trunk);
     uint64_t fixed = plan_fixed(e, chunk);
+    p->floor_bytes = plan_fixed(e, o->chunk ? chunk : 1) + trunk;
     if (fixed + trunk > e->mem.limit)
         return fail(err, K3_EBUDGET,
                     "a budget of %llu bytes is below the floor of this model with a context of "
@@ -3239,6 +3262,8 @@ typedef struct {
     uint64_t pos;      /* absolute position of the first  */
     uint32_t n_blocks; /* AttnRes blocks so far           */
     const uint16_t *kv_b; /* of the MLA layer at work     */
+    uint32_t n_routed;    /* distinct experts of the MoE layer at work ... */
+    uint32_t n_queue, i_queue; /* ... of them queue[i_queue..n_queue) not asked for yet */
     uint64_t done, total; /* positions x layers, for progress */
     k3_error *err;
 } step;
@@ -3422,6 +3447,12 @@ static void linear_resident(const step *st, uint32_t il, size_t T, const job *jo
     }
 }
 
+/* Say where the step is, and hear whether to go on. */
+static int step_progress(step *st, uint32_t il) {
+    return engine_progress(st->e, K3_PHASE_COMPUTE, st->done, st->total,
+                           il < st->e->sh.n_layers ? (int)il : -1, st->err);
+}
+
 /* A streamed matrix, piece by piece as its rows arrive. */
 static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
     size_t n = tensor_cols(&st->e->files, b->t);
@@ -3438,6 +3469,7 @@ static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
         }
         done += p->n_rows;
         stream_release(st->e);
+        if ((rc = step_progress(st, il)) < 0) return rc;
     }
     return 0;
 }
@@ -4000,7 +4032,7 @@ static uint32_t experts_pin(step *st, uint32_t il, uint32_t n_routed) {
         if (r->slot) {
             r->slot->is_pinned = true;
             for (int i = 0; r->slot->state == SLOT_READING && i < r->slot->n_reqs; i++)
-                disk_raise(&e->io, &r->slot->req[i]);
+                disk_raise(&e->io, &r->slot->req[i], false);
             e->stats.expert_hits += r->slot->state == SLOT_FULL;
             continue;
         }
@@ -4065,36 +4097,49 @@ static void experts_guess(step *st, uint32_t il) {
     }
 }
 
+/* Ask for as many of the queued experts as there are slots. */
+static void experts_fetch(step *st, uint32_t il) {
+    struct scratch *b = st->b;
+    for (; st->i_queue < st->n_queue; st->i_queue++) {
+        routed *r = &b->routed[b->queue[st->i_queue]];
+        if (!store_fetch(st->e, il, r->ie, IO_DEMAND)) return;
+        r->slot = store_find(st->e, il, r->ie);
+        r->slot->is_pinned = true;
+    }
+}
+
+/* The router has spoken: the disk begins, before anything else is computed. */
+static void experts_begin(step *st, uint32_t il) {
+    store_cool(st->e, il);
+    st->n_routed = experts_sort(st);
+    st->n_queue = experts_pin(st, il, st->n_routed);
+    st->i_queue = 0;
+    store_settle_guesses(st->e, il, st->b->n_of);
+    st->e->stats.expert_uses += st->n_routed;
+    experts_fetch(st, il);
+}
+
 /* Q = the weighted expert sum of every position of the chunk. */
 static int experts(step *st, uint32_t il) {
     k3_engine *e = st->e;
     struct scratch *b = st->b;
+    bool has_guessed = false;
     memset(b->moe.Q, 0, st->T * e->sh.latent * sizeof *b->moe.Q);
-    store_cool(e, il);
-    uint32_t n_routed = experts_sort(st), n_left = n_routed, i_queue = 0;
-    uint32_t n_queue = experts_pin(st, il, n_routed);
-    store_settle_guesses(e, il, b->n_of);
-    e->stats.expert_uses += n_routed;
-    for (bool has_guessed = false; n_left > 0;) {
+    for (uint32_t n_left = st->n_routed; n_left > 0;) {
         uint64_t seen = disk_changes(&e->io);
-        for (; i_queue < n_queue; i_queue++) {
-            routed *r = &b->routed[b->queue[i_queue]];
-            if (!store_fetch(e, il, r->ie, IO_DEMAND)) break;
-            r->slot = store_find(e, il, r->ie);
-            r->slot->is_pinned = true;
-        }
-        if (i_queue == n_queue && !has_guessed) {
+        experts_fetch(st, il);
+        if (st->i_queue == st->n_queue && !has_guessed) {
             has_guessed = true;
             experts_guess(st, il + 1);
         }
-        int n_batch = experts_collect(st, n_routed);
+        int n_batch = experts_collect(st, st->n_routed), rc;
         if (n_batch < 0) return n_batch;
         if (n_batch == 0) {
+            if ((rc = step_progress(st, il)) < 0) return rc;
             disk_wait_change(&e->io, seen);
             continue;
         }
-        int rc = experts_compute(st, il, (uint32_t)n_batch);
-        if (rc < 0) return rc;
+        if ((rc = experts_compute(st, il, (uint32_t)n_batch)) < 0) return rc;
         for (int x = 0; x < n_batch; x++) {
             routed *r = b->batch[x];
             r->is_computed = true;
@@ -4113,13 +4158,13 @@ static int moe(step *st, uint32_t il) {
     const moe_bufs *b = &st->b->moe;
     size_t T = st->T, H = e->sh.hidden, lat = e->sh.latent;
     const float *xp = st->b->xp;
-    const job in[] = {{b->router, T_ROUTER, xp},
-                      {b->z, T_LAT_DOWN, xp},
-                      {b->sg, T_SH_GATE, xp},
-                      {b->su, T_SH_UP, xp}};
-    int rc = linear(st, il, T, in, 4);
+    int rc = linear(st, il, T, &(job){b->router, T_ROUTER, xp}, 1);
     if (rc < 0 || (rc = router(st, il)) < 0) return rc;
+    experts_begin(st, il);
+    const job in[] = {{b->z, T_LAT_DOWN, xp}, {b->sg, T_SH_GATE, xp}, {b->su, T_SH_UP, xp}};
+    if ((rc = linear(st, il, T, in, 3)) < 0) return rc;
     situ_pack_rows(e, T, b->shp, b->sg, b->su, e->sh.shared_inter);
+    if ((rc = linear(st, il, T, &(job){b->up, T_SH_DOWN, b->shp}, 1)) < 0) return rc;
     pack_rows(e, T, b->zp, b->z, lat, lat);
     if ((rc = experts(st, il)) < 0) return rc;
 #pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
@@ -4128,9 +4173,12 @@ static int moe(step *st, uint32_t il) {
         st->k->q40_f32(b->r + t * lat, b->Q + t * lat, lat);
     }
     rms_pack_rows(e, T, b->rp, b->r, lat, e->layers[il].v[T_LAT_NORM], lat, e->sh.rms_eps);
-    const job out[] = {{st->b->f, T_LAT_UP, b->rp}, {b->up, T_SH_DOWN, b->shp}};
-    if ((rc = linear(st, il, T, out, 2)) < 0) return rc;
-    st->k->add(st->b->f, b->up, T * H);
+    if ((rc = linear(st, il, T, &(job){st->b->f, T_LAT_UP, b->rp}, 1)) < 0) return rc;
+#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
+    for (size_t t = 0; t < T; t++) {
+        fp_default();
+        st->k->add(st->b->f + t * H, b->up + t * H, H);
+    }
     return 0;
 }
 
@@ -4279,8 +4327,7 @@ static int forward(step *st, const uint32_t *ids, size_t n_rows, float *logits) 
     for (uint32_t il = 0; rc == 0 && il < sh->n_layers; il++) {
         rc = forward_layer(st, il);
         st->done += st->T;
-        if (rc == 0)
-            rc = engine_progress(st->e, K3_PHASE_COMPUTE, st->done, st->total, (int)il, st->err);
+        if (rc == 0) rc = step_progress(st, il);
     }
     if (rc == 0 && n_rows > 0) rc = forward_head(st, n_rows, logits);
     if (rc < 0 || !st->s->trace) return rc;
@@ -4578,7 +4625,7 @@ typedef struct {
     XXH3_state_t *hash;
     uint64_t n_expert_tensors, seed;
     k3_error *err;
-} print;
+} print_walk;
 
 /* Every number that the bits depend on; not the bytes of the struct, which has holes. */
 static void print_shape(XXH3_state_t *hash, const k3_shape *sh) {
@@ -4597,7 +4644,7 @@ static void print_shape(XXH3_state_t *hash, const k3_shape *sh) {
 /* One sample of a tensor: of every trunk tensor, and of about PRINT_EXPERTS of the experts'. The
  * place in it is drawn from what was hashed so far: the same for the same model. */
 static int print_visit(void *user, const name_id *id) {
-    print *w = user;
+    print_walk *w = user;
     const k3_engine *e = w->e;
     w->seed = w->seed * 6364136223846793005u + 1442695040888963407u;
     uint64_t stride = w->n_expert_tensors / PRINT_EXPERTS + 1, n, offset;
@@ -4633,7 +4680,7 @@ int k3_state_fingerprint(const k3_engine *e, uint64_t *out, k3_error *err) {
     *out = e->fingerprint;
     pthread_mutex_unlock(&self->money);
     if (*out) return 0;
-    print w = {.e = e, .hash = XXH3_createState(), .seed = 1, .err = err};
+    print_walk w = {.e = e, .hash = XXH3_createState(), .seed = 1, .err = err};
     if (!w.hash) return fail(err, K3_ENOMEM, "fingerprint: out of memory");
     w.n_expert_tensors =
         (uint64_t)(e->sh.n_layers - e->sh.n_dense) * e->sh.n_experts * N_EXPERT_TENSORS;

@@ -243,7 +243,7 @@ typedef struct {
  * plan does not count.
  * Errors  K3_EUSAGE (the session ended with an error; n_app too large), K3_EIO; what was at
  *         `path` is then still there */
-#define K3_STATE_APP_MAX (64u << 20)
+#define K3_STATE_APP_MAX (1u << 20)
 int k3_session_save(k3_session *s, const char *path, const void *app, size_t n_app,
                     k3_state_info *info, k3_error *err);
 
