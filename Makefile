@@ -19,6 +19,10 @@ K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-protot
 K3_OMP ?= -fopenmp
 K3_LIBS = -luring -lpcre2-8 -ljson-c -lzstd -lpthread -lm
 
+# Line editing in `k3 chat`, where libedit is there; without it lines are read as they come.
+K3_EDIT := $(shell echo 'int el_init(void); int main(void) { return el_init(); }' | \
+             $(CC) $(LDFLAGS) -x c -o /dev/null - -ledit 2>/dev/null && echo edit)
+
 # Kernel sets of the machine that will run it, each with its own flags and no other file's.
 K3_TARGET := $(shell $(CC) -dumpmachine)
 K3_SETS   := $(if $(filter x86_64%,$(K3_TARGET)),avx2 avx512,$(if $(filter aarch64%,$(K3_TARGET)),neon))
@@ -40,7 +44,7 @@ REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(B
 all: $(BUILD)/k3
 
 help:
-	@echo "make             build $(BUILD)/k3 ($(CC), $(K3_TARGET): ref $(K3_SETS))"
+	@echo "make             build $(BUILD)/k3 ($(CC), $(K3_TARGET): ref $(K3_SETS)$(K3_EDIT:%= lib%))"
 	@echo "make demo        install what is missing, build, run the bundled model"
 	@echo "make test        all tests that need no big weights and no network"
 	@echo "make test-model  the tests of a real directory: MODEL=DIR"
@@ -53,9 +57,9 @@ help:
 	@echo "make clean       remove $(BUILD)*"
 	@echo "Variables: CC CFLAGS LDFLAGS BUILD PREFIX V=1"
 
-$(BUILD)/k3: $(BUILD)/k3_cli.o $(ENGINE)
+$(BUILD)/k3: $(BUILD)/k3_cli.o $(BUILD)/k3_chat.o $(ENGINE)
 	$(call say,LD   $@)
-	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
 $(BUILD)/kernels_%.o: kernels_%.c | $(BUILD)
 	$(call say,CC   $<)
@@ -64,6 +68,10 @@ $(BUILD)/kernels_%.o: kernels_%.c | $(BUILD)
 $(BUILD)/k3_cli.o: k3_cli.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(DEMO_DIRS) -c -o $@ $<
+
+$(BUILD)/k3_chat.o: k3_chat.c | $(BUILD)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(K3_EDIT:%=-DK3_HAVE_lib%) -c -o $@ $<
 
 $(BUILD)/%.o: %.c | $(BUILD)
 	$(call say,CC   $<)
