@@ -119,6 +119,7 @@ static void json_mark(buf *out, const char *p, size_t n) {
     }
 }
 
+/* p[n] is 0. NULL with *why NULL is the JSON null. */
 static json_object *json_parse_strict(const char *p, size_t n, size_t *at, const char **why) {
     json_tokener *k = json_tokener_new_ex(64);
     json_object *o = NULL;
@@ -1042,6 +1043,7 @@ typedef struct {
     bool is_cached;     /* the cache had the state of its start                  */
     json_object *calls; /* render_state as it was                                */
     unsigned n_tool;
+    uint64_t n_call;
 } turn;
 
 typedef struct edit_state edit_state;
@@ -1072,7 +1074,7 @@ typedef struct {
     bool is_stored;  /* the cache has the session's present state                  */
     /* the last reply */
     const char *why; /* "eos" "tokens" "context" "interrupt"                       */
-    uint64_t prompt_ns, gen_ns, n_prompt, n_gen, n_step;
+    uint64_t prompt_ns, gen_ns, n_prompt, n_cached, n_gen, n_step; /* n_cached: not run again */
     size_t first_said, n_said; /* its ids                                          */
     /* in and out */
     bool is_terminal, has_color, hides_think, streams, is_over;
@@ -1093,7 +1095,7 @@ PRINTF_LIKE(2, 3) static void tell(chat *c, const char *format, ...) {
     console_clear(&c->con);
     if (c->a->json)
         buf_printf(&c->told, "%s%s", c->told.n ? "\n" : "", line);
-    else if (!c->con.is_quiet)
+    else
         fprintf(stderr, "%s\n", line);
 }
 
@@ -1142,6 +1144,7 @@ static void turn_drop_snapshot(turn *u) {
 }
 
 static void chat_drop_snapshots(chat *c) {
+    c->is_stored = false;
     for (size_t i = 0; i < c->n_turn; i++) {
         turn_drop_snapshot(&c->turns[i]);
         c->turns[i].is_cached = false;
@@ -1156,6 +1159,7 @@ static void chat_cut_turn(chat *c) {
     json_object_put(c->render.calls);
     c->render.calls = u->calls;
     c->render.n_tool = u->n_tool;
+    c->n_call = u->n_call;
     turn_drop_snapshot(u);
 }
 
@@ -1198,7 +1202,9 @@ static int turn_push(chat *c) {
         c->turns = grown;
         c->cap_turn = cap;
     }
-    turn u = {.start = c->n, .calls = json_object_get(c->render.calls), .n_tool = c->render.n_tool};
+    turn u = {.start = c->n, .calls = json_object_get(c->render.calls)};
+    u.n_tool = c->render.n_tool;
+    u.n_call = c->n_call;
     turn_snapshot(c, &u);
     u.is_cached = c->is_stored;
     c->turns[c->n_turn++] = u;
@@ -1210,6 +1216,7 @@ static void chat_reset(chat *c) {
     json_object_put(c->queue);
     c->queue = NULL;
     c->n = c->n_header = 0;
+    c->is_stored = false;
     k3_session_reset(c->s);
 }
 
@@ -1289,6 +1296,7 @@ static int chat_feed(chat *c, k3_error *err) {
     if (c->cache && chat_pos(c) == 0 && c->n > 1) {
         int64_t got = k3_cache_restore(c->cache, c->s, c->id, c->n - 1, err);
         if (got < 0) complain_status(c, (int)got, err);
+        if (got > 0) c->n_cached = (uint64_t)got;
     }
     size_t pos = chat_pos(c);
     if (c->cache && pos < c->n_header && c->n_header >= HEADER_WORTH) {
@@ -1310,10 +1318,12 @@ static int turn_prompt(chat *c) {
     c->con.hides_compute = false;
     c->con.n_grace = u->snap || chat_pos(c) == 0 ? 0 : 1;
     console_answer(&c->con, 0, 0);
+    c->con.start_ns = c->con.last_ns = start;
     c->n_prompt = c->n - chat_pos(c);
     int status = chat_feed(c, &err);
     console_clear(&c->con);
     c->prompt_ns = clock_ns() - start;
+    c->n_prompt -= c->n_cached;
     if (status >= 0) return DONE;
     c->n = u->start; /* so that the cache is not asked for more */
     chat_recover(c, u);
@@ -1395,7 +1405,7 @@ static int turn_close(chat *c, reply *r) {
 static int chat_turn(chat *c, json_object *messages, json_object *request) {
     reply r;
     c->why = "";
-    c->n_gen = c->n_step = c->n_said = c->gen_ns = c->n_prompt = c->prompt_ns = 0;
+    c->n_gen = c->n_step = c->n_cached = c->n_said = c->gen_ns = c->n_prompt = c->prompt_ns = 0;
     interrupted = 0;
     int rc = turn_push(c);
     if (rc != DONE) return rc;
@@ -1523,6 +1533,7 @@ static int show_json(chat *c, const reply *r) {
     json_put(o, "stop_reason", json_object_new_string(c->why));
     json_put(o, "ids", ids);
     json_put_count(o, "n_prompt", c->n_prompt);
+    json_put_count(o, "n_cached", c->n_cached);
     json_put_count(o, "n_gen", c->n_gen);
     json_put_count(o, "n_context", c->n);
     json_put_hash(o, "context_fnv", k3_fnv1a(K3_FNV_BASIS, c->id, c->n * sizeof *c->id));
@@ -1570,12 +1581,13 @@ static int show_end(chat *c, reply *r) {
     c->shown = SHOW_NOTHING;
     c->con.hides_compute = false;
     if (rc != DONE || c->a->json) return rc;
-    if (strcmp(c->why, "interrupt") == 0) tell(c, "(stopped; what was said is kept)");
+    if (strcmp(c->why, "interrupt") == 0 && !c->a->quiet)
+        tell(c, "(stopped; what was said is kept)");
     if (strcmp(c->why, "context") == 0)
         complain(c, DONE,
                  "context full: the reply ends here; /undo or /reset make room, or start "
                  "with a larger --context");
-    if (strcmp(c->why, "tokens") == 0)
+    if (strcmp(c->why, "tokens") == 0 && !c->a->quiet)
         tell(c, "(stopped after --tokens %llu)", (unsigned long long)c->a->tokens);
     if (c->a->verbose) tell_rates(c);
     return rc;
@@ -1632,17 +1644,20 @@ static int command_think(chat *c, const char *arg) {
     return DONE;
 }
 
-/* Another message about effort stands before everything else, so all of it must be read again. */
+/* The header as the settings now have it. It stands before everything else, so all of it must be
+ * read again, unless it is the one that was there. */
 static int chat_new_header(chat *c) {
     size_t n_old = c->n_header, n_rest = c->n - n_old;
-    uint32_t *rest = malloc((n_rest + 1) * sizeof *rest);
-    if (!rest) return complain(c, FAIL_IO, "no memory for %zu ids", n_rest);
-    memcpy(rest, c->id + n_old, n_rest * sizeof *rest);
+    uint32_t *old = malloc((c->n + 1) * sizeof *old);
+    if (!old) return complain(c, FAIL_IO, "no memory for %zu ids", c->n);
+    memcpy(old, c->id, c->n * sizeof *old);
     c->n = 0;
     int rc = chat_header(c);
     size_t n_new = c->n;
-    if (rc == DONE) rc = chat_append(c, rest, n_rest);
-    free(rest);
+    if (rc == DONE) rc = chat_append(c, old + n_old, n_rest);
+    bool is_same = n_new == n_old && memcmp(old, c->id, n_old * sizeof *old) == 0;
+    free(old);
+    if (is_same) return rc;
     for (size_t i = 1; i < c->n_turn; i++) c->turns[i].start += n_new - n_old;
     chat_drop_snapshots(c);
     k3_session_reset(c->s);
@@ -1668,10 +1683,12 @@ static int command_effort(chat *c, const char *arg) {
         return DONE;
     }
     rc = chat_new_header(c);
-    if (rc == DONE)
+    if (rc == DONE && chat_pos(c) > 0)
+        tell(c, "(effort is %s)", arg);
+    else if (rc == DONE)
         tell(c,
-             "(effort is %s; the message that says so stands before the conversation, so your "
-             "next turn reads %zu positions again)",
+             "(effort is %s; the message that says so stands before the conversation, so your next "
+             "turn reads %zu positions again)",
              arg, c->n);
     return rc;
 }
@@ -1833,10 +1850,13 @@ static int command_load(chat *c, const char *arg) {
         status = k3_session_load(c->s, arg, &notes, &n_notes, NULL, &err);
     }
     if (status < 0) return complain_status(c, status, &err);
-    json_object *o = notes ? json_parse_strict(notes, n_notes, &at, &why) : NULL;
+    buf text = {0};
+    buf_add(&text, notes, notes ? n_notes : 0); /* with a NUL behind */
+    free(notes);
+    json_object *o = text.p && !text.is_short ? json_parse_strict(text.p, text.n, &at, &why) : NULL;
     bool is_ours = !why && notes_take(c, o);
     json_object_put(o);
-    free(notes);
+    buf_free(&text);
     if (!is_ours) {
         chat_reset(c);
         return complain(c, FAIL_CHECK, "%s: a state, but of no conversation of `k3 chat`", arg);
@@ -1984,13 +2004,16 @@ struct edit_state {
 #endif
 };
 
-static volatile sig_atomic_t resized;
+static volatile sig_atomic_t resized, terminated;
 static struct termios *termios_at_exit; /* what a killing signal puts back */
 
 /* Ctrl-C: the first stops the reply, the second gives its step up, the third kills. */
 static void on_chat_signal(int number) {
     interrupted++;
-    if (number != SIGINT) interrupted = 2;
+    if (number != SIGINT) {
+        interrupted += interrupted < 2;
+        terminated = 1;
+    }
     if (interrupted < 3) return;
     if (termios_at_exit) tcsetattr(STDIN_FILENO, TCSANOW, termios_at_exit);
     signal(number, SIG_DFL);
@@ -2015,19 +2038,25 @@ static void chat_signals(void) {
     sigaction(SIGWINCH, &action, NULL);
 }
 
+/* After a signal: the line being edited takes the terminal's new size. */
+static void edit_resize(edit_state *in) {
+#ifdef K3_HAVE_libedit
+    if (resized && in->el) el_resize(in->el);
+#else
+    (void)in;
+#endif
+    resized = 0;
+}
+
 /* The next byte of stdin; LINE_END, or LINE_STOPPED when a signal came first. */
 static int edit_byte(edit_state *in, unsigned char *byte) {
     while (in->at == in->n) {
         ssize_t got = read(STDIN_FILENO, in->bytes, sizeof in->bytes);
-        if (got == 0) return LINE_END;
-        if (got < 0 && errno == EINTR && !interrupted) {
-#ifdef K3_HAVE_libedit
-            if (resized && in->el) el_resize(in->el);
-#endif
-            resized = 0;
-            continue;
-        }
-        if (got < 0) return errno == EINTR ? LINE_STOPPED : LINE_END;
+        int why = errno;
+        edit_resize(in);
+        if (got < 0 && why == EINTR && !interrupted) continue;
+        if (got < 0 && why == EINTR) return LINE_STOPPED;
+        if (got <= 0) return LINE_END;
         in->at = 0;
         in->n = (size_t)got;
     }
@@ -2205,8 +2234,7 @@ static int edit_terminal_line(chat *c, buf *line) {
         fputs(in->prompt, stderr);
         return edit_plain_line(in, line);
     }
-    if (resized) el_resize(in->el);
-    resized = 0;
+    edit_resize(in);
     if (c->has_color) fputs("\033[?2004h", stderr); /* pastes come in brackets */
     text = el_gets(in->el, &n);
     if (c->has_color) fputs("\033[?2004l", stderr);
@@ -2340,6 +2368,19 @@ static int render_file(const cli_args *a, k3_tokenizer *t) {
     return rc;
 }
 
+/* A system message of --json waits for the next turn. */
+static int chat_json_system(chat *c, json_object *m) {
+    k3_error err = {{0}};
+    xtml x = {0};
+    int status = render_system(&x, m, "message", &err); /* now, so that the turn cannot fail */
+    xtml_free(&x);
+    if (status < 0) return complain_status(c, status, &err);
+    if (!c->queue) c->queue = json_object_new_array();
+    json_object_array_add(c->queue, json_object_get(m));
+    tell(c, "(goes with your next message)");
+    return DONE;
+}
+
 /* A line of --json: a text, a message, a request, or a command. */
 static int chat_json(chat *c, const buf *line) {
     static const char *const known[] = {"messages", "tools",   "tool_choice", "response_format",
@@ -2361,6 +2402,9 @@ static int chat_json(chat *c, const buf *line) {
         json_put(m, "content", json_object_get(root));
         messages = json_object_new_array();
         json_object_array_add(messages, m);
+    } else if (json_equals(json_field(root, "role"), "system")) {
+        rc = chat_json_system(c, root);
+        goto done;
     } else if (json_string(root, "role")) {
         messages = json_object_new_array();
         json_object_array_add(messages, json_object_get(root));
@@ -2424,6 +2468,7 @@ static int chat_line(chat *c, const buf *line) {
         uint64_t n_before = c->n_reply;
         int rc = chat_json(c, line);
         int answered = chat_json_answer(c, rc, c->n_reply == n_before);
+        if (rc == DONE && c->n_reply != n_before && c->told.n) say("%s", c->told.p);
         buf_clear(&c->told);
         return answered != DONE ? answered : rc;
     }
@@ -2442,14 +2487,14 @@ static bool is_blank(const buf *line) {
 static int chat_loop(chat *c) {
     buf line = {0};
     int rc = DONE;
-    while (!c->is_over && !ferror(stdout)) {
-        interrupted = interrupted > 1 ? interrupted : 0;
+    while (!c->is_over && !terminated && !ferror(stdout)) {
+        interrupted = 0;
         int got = edit_line(c, &line);
-        if (got == LINE_STOPPED && c->is_terminal && interrupted == 1) {
+        if (got == LINE_STOPPED && c->is_terminal && !terminated) {
             fputs("\n(Ctrl-D or /quit leaves)\n", stderr);
             continue;
         }
-        if (got == LINE_STOPPED) rc = INTERRUPTED;
+        if (got == LINE_STOPPED) terminated = 1;
         if (got == LINE_END && c->is_terminal) fputs("\n", stderr);
         if (got != LINE_TAKEN) break;
         if (line.is_short) {
@@ -2460,9 +2505,10 @@ static int chat_loop(chat *c) {
         if (is_blank(&line)) continue;
         int failed = chat_line(c, &line);
         if (failed != DONE && c->worst == DONE) c->worst = failed;
-        if (failed == INTERRUPTED && !c->is_terminal) break;
+        if (!c->is_terminal && c->why && strcmp(c->why, "interrupt") == 0) terminated = 1;
     }
     buf_free(&line);
+    if (terminated) rc = INTERRUPTED;
     if (rc == DONE && !c->is_terminal) rc = c->worst;
     return ferror(stdout) ? FAIL_IO : rc;
 }
@@ -2517,6 +2563,7 @@ static int chat_open(chat *c) {
     if (a->verbose || (is_streaming(c->e) && !a->quiet)) plan_say(c->e);
     if (a->load) {
         rc = command_load(c, a->load);
+        if (c->told.n && (rc != DONE || !a->quiet)) say("%s", c->told.p);
         buf_clear(&c->told);
     }
     return rc;

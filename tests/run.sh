@@ -54,6 +54,12 @@ run "$BUILD/test_engine" demo scripts tests/data $quick
 run "$BUILD/test_stream" demo $quick
 for target in text config header index; do replay $target; done
 run tests/test_cli.sh
+if command -v python3 >/dev/null; then
+    run python3 tests/test_chat.py
+else
+    echo "chat: SKIP python3 is not installed (scripts/deps.sh test)"
+    skipped=$((skipped + 1))
+fi
 if [ -z "$quick" ]; then
     run tests/test_example.sh
     run tests/test_builds.sh
