@@ -37,7 +37,7 @@ DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(KERNELS)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
-          $(BUILD)/test_stream
+          $(BUILD)/test_stream $(BUILD)/test_state
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index
 
 .PHONY: all demo test test-model test-big asan tsan neon fuzz bench golden install clean help
@@ -81,6 +81,10 @@ $(BUILD)/%.o: %.c | $(BUILD)
 $(BUILD)/test_engine $(BUILD)/test_model $(BUILD)/test_stream: $(BUILD)/%: tests/%.c $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(KERNELS) $(K3_LIBS)
+
+$(BUILD)/test_state: tests/test_state.c $(BUILD)/k3_state.o $(KERNELS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
 $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)

@@ -272,7 +272,7 @@ enum { KIND_IDS = 1, KIND_APP = 2, KIND_LAYER = 3 };
 #define PIECE_PLANE (PIECE_BYTES / 4)
 #define ZSTD_LEVEL (-256)
 #define CONTEXT_BYTES (384u << 10) /* a zstd context for one plane */
-#define MAX_WORKERS 16
+#define MAX_WORKERS 64
 
 typedef struct {
     uint32_t kind, il;
@@ -323,9 +323,10 @@ static uint32_t piece_planes(uint32_t kind) { return kind == KIND_APP ? 1 : 4; }
 
 /* One thread's part of the scratch. */
 typedef struct {
-    uint8_t *stored; /* [SECTION_BYTES + PIECE_BYTES], section header first */
-    uint8_t *planes; /* [PIECE_BYTES]                                       */
-    void *context;   /* [CONTEXT_BYTES] for zstd                            */
+    uint8_t *stored;   /* [SECTION_BYTES + PIECE_BYTES], section header first */
+    uint8_t *planes;   /* [PIECE_BYTES]                                       */
+    ZSTD_CCtx *packer; /* one of the two, in CONTEXT_BYTES */
+    ZSTD_DCtx *unpacker;
     piece piece;
     uint64_t at, n_stored; /* in the file, with and without the section header */
     int rc;
@@ -335,11 +336,22 @@ typedef struct {
 #define WORKER_BYTES (2 * PIECE_BYTES + 4096 + CONTEXT_BYTES)
 typedef char room_suffices[K3_STATE_ROOM >= WORKER_BYTES ? 1 : -1];
 
-/* As many as there are threads and room for. */
-static int workers_carve(worker *w, uint8_t *room, uint64_t n_bytes, int n_threads) {
+/* zstd for one direction in memory of ours. NULL if a zstd to come should need more of it: then
+ * planes are stored as they are, and packed ones cannot be read. */
+static ZSTD_CCtx *packer_open(void *context) {
+    ZSTD_CCtx *z = ZSTD_initStaticCCtx(context, CONTEXT_BYTES);
+    if (!z || ZSTD_isError(ZSTD_CCtx_setParameter(z, ZSTD_c_compressionLevel, ZSTD_LEVEL)) ||
+        ZSTD_isError(ZSTD_CCtx_setParameter(z, ZSTD_c_literalCompressionMode, 1)))
+        return NULL; /* 1: always Huffman */
+    return z;
+}
+
+/* As many as there are threads and room for, to pack or to unpack. */
+static int workers_open(worker *w, uint8_t *room, uint64_t n_bytes, int n_threads, bool packs) {
     int n = 0;
-    for (; n < MAX_WORKERS && n < n_threads && n_bytes >= WORKER_BYTES; n++) {
-        w[n].context = room;
+    for (; n < MAX_WORKERS && n < 4 * n_threads && n_bytes >= WORKER_BYTES; n++) {
+        w[n].packer = packs ? packer_open(room) : NULL;
+        w[n].unpacker = packs ? NULL : ZSTD_initStaticDCtx(room, CONTEXT_BYTES);
         w[n].planes = room + CONTEXT_BYTES;
         w[n].stored = room + CONTEXT_BYTES + PIECE_BYTES;
         room += WORKER_BYTES;
@@ -366,14 +378,6 @@ static void planes_join(uint8_t *out, const uint8_t *const plane[4], size_t n) {
                 a[i] | (uint32_t)b[i] << 8 | (uint32_t)c[i] << 16 | (uint32_t)d[i] << 24);
 }
 
-static ZSTD_CCtx *packer(void *context) {
-    ZSTD_CCtx *z = ZSTD_initStaticCCtx(context, CONTEXT_BYTES);
-    if (!z || ZSTD_isError(ZSTD_CCtx_setParameter(z, ZSTD_c_compressionLevel, ZSTD_LEVEL)) ||
-        ZSTD_isError(ZSTD_CCtx_setParameter(z, ZSTD_c_literalCompressionMode, 1)))
-        return NULL; /* 1: always Huffman */
-    return z;
-}
-
 /* w->piece into w->stored, section header and all. Cannot fail: what zstd will not shrink is
  * stored as it is. */
 static void section_pack(worker *w) {
@@ -381,7 +385,6 @@ static void section_pack(worker *w) {
     uint32_t n_planes = piece_planes(p->kind), n = p->n / n_planes;
     uint8_t *head48 = w->stored, *out = w->stored + SECTION_BYTES;
     const uint8_t *in = p->p;
-    ZSTD_CCtx *z = packer(w->context);
     if (n_planes == 4) {
         planes_split(w->planes, p->p, n);
         in = w->planes;
@@ -392,7 +395,7 @@ static void section_pack(worker *w) {
     put_u64(head48 + 8, p->offset);
     put_u32(head48 + 16, p->n);
     for (uint32_t b = 0; b < n_planes; b++) {
-        size_t got = z ? ZSTD_compress2(z, out, n - 1, in + (size_t)b * n, n) : n;
+        size_t got = w->packer ? ZSTD_compress2(w->packer, out, n - 1, in + (size_t)b * n, n) : n;
         if (ZSTD_isError(got) || got >= n) {
             memcpy(out, in + (size_t)b * n, n);
             got = n;
@@ -443,13 +446,13 @@ static void section_unpack(worker *w, int fd, const char *name) {
     bool is_whole =
         get_u64(w->stored + SECTION_SUM) ==
         XXH3_64bits_withSeed(in, (size_t)w->n_stored, XXH3_64bits(w->stored, SECTION_SUM));
-    ZSTD_DCtx *z = ZSTD_initStaticDCtx(w->context, CONTEXT_BYTES);
     for (uint32_t b = 0; is_whole && b < n_planes; b++) {
         uint32_t n_stored = get_u32(w->stored + 20 + 4 * b);
         plane[b] = in;
         if (n_stored < n) {
             plane[b] = w->planes + (size_t)b * n;
-            is_whole = z && ZSTD_decompressDCtx(z, w->planes + (size_t)b * n, n, in, n_stored) == n;
+            is_whole = w->unpacker && ZSTD_decompressDCtx(w->unpacker, w->planes + (size_t)b * n, n,
+                                                          in, n_stored) == n;
         }
         in += n_stored;
     }
@@ -482,7 +485,7 @@ static int state_write(k3_session *s, int fd, const char *name, const void *app,
     if (rc < 0) return rc;
     uint64_t room;
     uint8_t *scratch = k3_state_begin(e, &room);
-    int n_workers = workers_carve(w, scratch, room, k3_engine_threads(e)), n = n_workers;
+    int n_workers = workers_open(w, scratch, room, k3_engine_threads(e), true), n = n_workers;
     walk at = {.s = s, .n_pos = n_ids, .n_app = n_app, .app = (uint8_t *)app}; /* read only */
     while (rc == 0 && n == n_workers) {
         for (n = 0; n < n_workers && walk_next(&at, &w[n].piece); n++) w[n].rc = 0;
@@ -522,7 +525,8 @@ static int state_read(k3_session *s, int fd, const char *name, const head *h, vo
     worker w[MAX_WORKERS];
     uint64_t room, at = HEAD_BYTES, raw = 0, n_sections = 0;
     uint8_t *scratch = k3_state_begin(e, &room);
-    int n_workers = workers_carve(w, scratch, room, k3_engine_threads(e)), n = n_workers, rc = 0;
+    int n_workers = workers_open(w, scratch, room, k3_engine_threads(e), false), n = n_workers;
+    int rc = 0;
     walk next = {.s = s, .n_pos = h->n_pos, .n_app = h->n_app, .app = app};
     while (rc == 0 && n == n_workers) {
         for (n = 0; rc == 0 && n < n_workers && walk_next(&next, &w[n].piece); n++) {
@@ -750,7 +754,7 @@ static int check_sections(int fd, const char *name, const head *h, uint8_t *room
     uint64_t raw = 0, n_ids = 0, n_app = 0, n_sections = 0, key[2] = {0, 0};
     int rc = x ? 0 : fail(err, K3_ENOMEM, "%s: out of memory", name);
     memset(&w, 0, sizeof w);
-    workers_carve(&w, room, WORKER_BYTES, 1);
+    workers_open(&w, room, WORKER_BYTES, 1, false);
     w.piece.p = room + WORKER_BYTES;
     w.at = HEAD_BYTES;
     while (rc == 0 && w.at < h->file_bytes && n_sections < h->n_sections) {
