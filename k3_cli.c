@@ -164,7 +164,8 @@ typedef struct {
     uint64_t io_depth;
     const char *mirror[K3_MAX_COPIES]; /* NULL-ended                          */
     size_t n_mirror;
-    bool no_look_ahead;
+    bool no_look_ahead, no_check, write_sums;
+    const char *sums;
     float disk; /* GB/s                                                       */
     float lora_eps;
     uint64_t tokens;
@@ -275,6 +276,9 @@ static const cli_option OPTION[] = {
      "the published logits of the real weights; says how far, exit 5 if too far"},
     {"--disk", "GB/S", KIND_REAL, AT(disk), PLAN, G_MEASURE, NULL, 0, 1000,
      "seconds for a disk of this speed (default: for 3, 7 and 14)"},
+    {"--write-sums", NULL, KIND_FLAG, AT(write_sums), VERIFY, G_MEASURE, NULL, 0, 0,
+     "keep a checksum of everything that was read, beside the model or as\n"
+     "--sums says; later runs compare every read with it"},
     {"--kernels-list", NULL, KIND_FLAG, AT(kernels_list), INFO, G_MEASURE, NULL, 0, 0,
      "only the names of the kernel sets that this CPU can run, best last"},
 
@@ -306,7 +310,7 @@ static const cli_option OPTION[] = {
     {"--threads", "N", KIND_COUNT, AT(threads), RUN | BENCH | VERIFY | PLAN, G_MODEL, "0", 0, 1024,
      "0 is one for each core this process may use"},
     {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | BENCH | PLAN, G_MODEL, "0", 0, 4096,
-     "most prompt positions computed together; 0 is 64, or less where\n"
+     "most prompt positions computed together; 0 is 512, or less where\n"
      "memory is scarce"},
     {"--kernels", "NAME", KIND_TEXT, AT(kernels), RUN | BENCH | VERIFY, G_MODEL, NULL, 0, 0,
      "ref, avx2, avx512 or neon: same bits, other speed (default: the best\n"
@@ -315,19 +319,24 @@ static const cli_option OPTION[] = {
      "epsilon of the two low-rank norms of attention; other engines and the\n"
      "published logits use 1e-5"},
 
-    {"--mirror", "DIR", KIND_MIRROR, 0, RUN | BENCH, G_DISK, NULL, 0, 0,
+    {"--mirror", "DIR", KIND_MIRROR, 0, RUN | BENCH | VERIFY, G_DISK, NULL, 0, 0,
      "copies of some or all shards, on another drive, read as well; one that\n"
      "fails is dropped (repeatable)"},
-    {"--io", "auto|pool|uring", KIND_CHOICE, AT(io), RUN | BENCH, G_DISK, "auto", 0, 0,
+    {"--io", "auto|pool|uring", KIND_CHOICE, AT(io), RUN | BENCH | VERIFY, G_DISK, "auto", 0, 0,
      "threads in pread, or io_uring; auto: a short probe says"},
-    {"--direct", "auto|on|off", KIND_CHOICE, AT(direct), RUN | BENCH, G_DISK, "auto", 0, 0,
+    {"--direct", "auto|on|off", KIND_CHOICE, AT(direct), RUN | BENCH | VERIFY, G_DISK, "auto", 0, 0,
      "past the page cache (O_DIRECT); auto: if a probe says it is faster"},
-    {"--io-depth", "N", KIND_COUNT, AT(io_depth), RUN | BENCH, G_DISK, "0", 0, 64,
+    {"--io-depth", "N", KIND_COUNT, AT(io_depth), RUN | BENCH | VERIFY, G_DISK, "0", 0, 64,
      "reads in flight; 0: as the probe says"},
     {"--policy", "rank|lru", KIND_CHOICE, AT(policy), RUN | BENCH, G_DISK, "rank", 0, 0,
      "which expert makes room: least router weight or least recently used"},
     {"--no-look-ahead", NULL, KIND_FLAG, AT(no_look_ahead), RUN | BENCH, G_DISK, NULL, 0, 0,
      "do not read the next layer's likely experts"},
+    {"--sums", "FILE", KIND_TEXT, AT(sums), RUN | BENCH | VERIFY, G_DISK, NULL, 0, 0,
+     "checksums made by `k3 verify --write-sums` (default: k3.sums in the\n"
+     "model directory, if it is there)"},
+    {"--no-check", NULL, KIND_FLAG, AT(no_check), RUN | BENCH, G_DISK, NULL, 0, 0,
+     "do not compare what is read with checksums"},
 };
 
 /* `given` has a bit for each row. */
@@ -891,6 +900,8 @@ static k3_options engine_options(const cli_args *a, const char *dir, console *co
     o.io_depth = (int)a->io_depth;
     o.policy = (k3_policy)a->policy;
     o.no_look_ahead = a->no_look_ahead;
+    o.sums = a->sums;
+    o.no_check = a->no_check || a->write_sums;
     if (is_given(a, "--lora-eps")) o.eps_lora = a->lora_eps;
     if (a->golden) o.eps_lora = 1e-5f;
     o.note = console_note;
@@ -2168,15 +2179,19 @@ static int cmd_verify(const cli_args *a) {
             GOLDEN_LAYERS, GOLDEN_VOCAB, (unsigned)s->n_layers, (unsigned)s->vocab_size);
         goto done;
     }
-    int64_t n = k3_engine_verify(e, &err);
+    int64_t n = a->write_sums ? k3_engine_write_sums(e, &err) : k3_engine_verify(e, &err);
     console_clear(&con);
     if (n < 0) {
         rc = fail_status((int)n, &err);
         goto done;
     }
-    printf("%s: headers, %lld of %llu experts (%s) and the trunk (%s) read and checked: no fault\n",
-           dir, (long long)n, (unsigned long long)expert_count(s),
-           fmt_bytes(experts, (uint64_t)n * s->expert_bytes), fmt_bytes(trunk, s->trunk_bytes));
+    printf(
+        "%s: headers, %lld of %llu experts (%s) and the trunk (%s) read and checked%s: no fault\n",
+        dir, (long long)n, (unsigned long long)expert_count(s),
+        fmt_bytes(experts, (uint64_t)n * s->expert_bytes), fmt_bytes(trunk, s->trunk_bytes),
+        k3_engine_plan(e)->has_sums ? ", sums too"
+        : a->write_sums             ? ", sums written"
+                                    : "");
     if (fflush(stdout) != 0) rc = fail_stdout(errno);
     if (rc == DONE && a->golden) rc = verify_golden(a, dir, &con);
 done:
