@@ -2241,6 +2241,7 @@ typedef struct {
     uint64_t tick;
     enum slot_state state;
     bool is_pinned, is_guess, is_doomed;
+    bool is_kept; /* named in the file of pins: stays for good, beside the quota */
     int n_reqs;
     io_req req[N_EXPERT_TENSORS];
 } slot;
@@ -2255,6 +2256,7 @@ typedef struct {
     uint32_t *free, n_free;
     uint32_t guess[K3_MAX_TOP_K], n_guess; /* slots read ahead for the next layer */
     uint32_t n_doomed;  /* guesses nobody wants, still being read       */
+    uint32_t n_kept;    /* pinned by the file of pins                   */
     uint64_t tick;
 } store;
 
@@ -2811,7 +2813,7 @@ static slot *store_coldest(const k3_engine *e, uint32_t il) {
     slot *coldest = NULL;
     for (uint32_t ie = 0; ie < e->sh.n_experts; ie++) {
         slot *s = store_find(e, il, ie);
-        if (!s || s->state != SLOT_FULL || s->is_pinned || s->is_guess) continue;
+        if (!s || s->state != SLOT_FULL || s->is_pinned || s->is_guess || s->is_kept) continue;
         bool is_colder = !coldest || (e->opt.policy == K3_POLICY_LRU ? s->tick < coldest->tick
                                                                      : s->heat < coldest->heat);
         if (is_colder) coldest = s;
@@ -2839,6 +2841,7 @@ static bool store_fetch(k3_engine *e, uint32_t il, uint32_t ie, enum io_urgency 
     s->heat = 0.0f;
     s->state = SLOT_READING;
     s->is_guess = u == IO_GUESS;
+    s->is_kept = false;
     s->n_reqs = expert_requests(e, il, ie, st->bytes + (uint64_t)i * st->slot_bytes, s->req);
     *store_at(e, il, ie) = (int32_t)i;
     for (int k = 0; k < s->n_reqs; k++) disk_submit(&e->io, &s->req[k], u);
@@ -2858,21 +2861,16 @@ static int store_arrived(k3_engine *e, slot *s, expert_view *x, k3_error *err) {
         int rc = expert_check(&e->sh, s->il, s->ie, x, &e->files, err);
         if (rc < 0) return rc;
         s->state = SLOT_FULL;
-        e->store.n_held[s->il - e->sh.n_dense]++;
+        if (!s->is_kept) e->store.n_held[s->il - e->sh.n_dense]++;
     }
     expert_locate(e, s->il, s->ie, s->req, s->n_reqs, x);
     return 1;
 }
 
-/* A layer has used the expert: it stays if the quota allows, or a colder one goes. */
-static void store_unpin(k3_engine *e, slot *s) {
-    uint32_t *held = &e->store.n_held[s->il - e->sh.n_dense];
-    s->is_pinned = false;
-    if (*held <= e->store.quota) return;
-    slot *cold = store_coldest(e, s->il);
-    if (!cold) return;
-    (*held)--;
-    store_drop(e, cold);
+/* A layer is done: what is over its quota goes, the coldest first. */
+static void store_trim(k3_engine *e, uint32_t il) {
+    uint32_t *held = &e->store.n_held[il - e->sh.n_dense];
+    for (slot *s; *held > e->store.quota && (s = store_coldest(e, il)); (*held)--) store_drop(e, s);
 }
 
 /* Once per chunk: old use counts less. */
@@ -2910,10 +2908,8 @@ static void store_recover(k3_engine *e) {
         if (s->state == SLOT_READING && !s->is_doomed) store_drop(e, s);
     }
     st->n_guess = 0;
-    for (uint32_t il = e->sh.n_dense; st->n_slots > 0 && il < e->sh.n_layers; il++) {
-        uint32_t *held = &st->n_held[il - e->sh.n_dense];
-        for (slot *s; *held > st->quota && (s = store_coldest(e, il)); (*held)--) store_drop(e, s);
-    }
+    for (uint32_t il = e->sh.n_dense; st->n_slots > 0 && il < e->sh.n_layers; il++)
+        store_trim(e, il);
 }
 
 static uint64_t store_meta_bytes(const k3_shape *sh, uint64_t n_slots) {
@@ -2943,6 +2939,86 @@ static int store_open(k3_engine *e, k3_error *err) {
     for (uint32_t i = st->n_slots; i-- > 0;) st->free[st->n_free++] = i;
     st->bytes = ledger_take(&e->mem, st->n_slots * st->slot_bytes, "expert slots", err);
     return st->bytes ? 0 : e->mem.why;
+}
+
+/* ---- Pins ----
+ *
+ * A file of pins names experts that are read at open and stay: a line each, layer and expert, and
+ * whatever follows; the most wanted first, since only so many fit. # begins a comment. */
+static int pins_line(const k3_engine *e, const char *line, int i_line, uint32_t *il, uint32_t *ie,
+                     k3_error *err) {
+    unsigned long long at[2];
+    char *end = (char *)(uintptr_t)line;
+    for (int i = 0; i < 2; i++) {
+        const char *from = end + strspn(end, " \t");
+        at[i] = strtoull(from, &end, 10);
+        if (end == from || *from == '-' || !strchr(" \t\n", *end))
+            return fail(err, K3_EUSAGE, "%s: line %d: not `layer expert`", e->opt.pins, i_line);
+    }
+    if (at[0] < e->sh.n_dense || at[0] >= e->sh.n_layers || at[1] >= e->sh.n_experts)
+        return fail(
+            err, K3_EUSAGE,
+            "%s: line %d: no expert %llu of layer %llu; this model has layers %u to %u with "
+            "%u experts each",
+            e->opt.pins, i_line, at[1], at[0], e->sh.n_dense, e->sh.n_layers - 1, e->sh.n_experts);
+    *il = (uint32_t)at[0];
+    *ie = (uint32_t)at[1];
+    return 0;
+}
+
+typedef int (*pins_fn)(k3_engine *e, uint32_t il, uint32_t ie);
+
+/* Visit each pin until `fn` says 1; the number of lines with pins, or an error. */
+static int64_t pins_scan(k3_engine *e, pins_fn fn, k3_error *err) {
+    char line[256];
+    int64_t n = 0;
+    int rc = 0;
+    FILE *f = fopen(e->opt.pins, "re");
+    if (!f) return fail(err, K3_EIO, "%s: %s", e->opt.pins, strerror(errno));
+    for (int i_line = 1; rc == 0 && fgets(line, sizeof line, f); i_line++) {
+        uint32_t il = 0, ie = 0;
+        const char *at = line + strspn(line, " \t\r\n");
+        if (strlen(line) == sizeof line - 1)
+            rc = fail(err, K3_EUSAGE, "%s: line %d is too long", e->opt.pins, i_line);
+        if (rc < 0 || *at == 0 || *at == '#') continue;
+        if ((rc = pins_line(e, at, i_line, &il, &ie, err)) < 0) break;
+        n++;
+        if (fn) rc = fn(e, il, ie);
+    }
+    if (rc == 0 && ferror(f)) rc = fail(err, K3_EIO, "%s: read error", e->opt.pins);
+    fclose(f);
+    return rc < 0 ? rc : n;
+}
+
+/* Begin reading one pinned expert; 1 when there is no room for more. */
+static int pins_fetch(k3_engine *e, uint32_t il, uint32_t ie) {
+    if (e->store.n_kept == e->plan.n_pinned) return 1;
+    if (store_find(e, il, ie) || !store_fetch(e, il, ie, IO_TRUNK)) return 0;
+    store_find(e, il, ie)->is_kept = true;
+    e->store.n_kept++;
+    return 0;
+}
+
+/* Read the pinned experts into slots of their own. */
+static int pins_open(k3_engine *e, k3_error *err) {
+    store *st = &e->store;
+    uint64_t done = 0;
+    if (e->plan.n_pinned == 0) return 0;
+    int64_t n = pins_scan(e, pins_fetch, err);
+    int rc = n < 0 ? (int)n : 0;
+    for (uint32_t i = 0; rc == 0 && i < st->n_slots; i++) {
+        slot *s = &st->slots[i];
+        expert_view x;
+        if (!s->is_kept) continue;
+        for (int k = 0; k < s->n_reqs; k++) disk_wait(&e->io, &s->req[k]);
+        rc = store_arrived(e, s, &x, err);
+        if (rc > 0) rc = 0;
+        done += e->sh.expert_bytes;
+        if (rc == 0)
+            rc = engine_progress(e, K3_PHASE_LOAD, done, st->n_kept * e->sh.expert_bytes,
+                                 (int)s->il, err);
+    }
+    return rc;
 }
 
 /* ---- Sums ----
@@ -3233,8 +3309,8 @@ static uint64_t plan_residents(k3_engine *e, uint64_t left) {
     return taken;
 }
 
-/* Divide what is left among ring, matrices and slots. */
-static void plan_divide(k3_engine *e, uint64_t left) {
+/* Divide what is left among ring, matrices and slots, of which so many are wanted for pins. */
+static void plan_divide(k3_engine *e, uint64_t left, uint64_t n_pins) {
     const k3_shape *sh = &e->sh;
     k3_plan *p = &e->plan;
     uint64_t n_moe = sh->n_layers - sh->n_dense,
@@ -3261,7 +3337,9 @@ static void plan_divide(k3_engine *e, uint64_t left) {
     uint64_t n = n_moe ? left / per_slot : 0;
     if (n < staging) n = staging;
     if (n > staging + n_all) n = staging + n_all;
-    p->quota = n_moe ? (uint32_t)((n - staging) / n_moe) : 0;
+    p->n_pinned = n - staging < n_pins ? (uint32_t)(n - staging) : (uint32_t)n_pins;
+    if (n - staging == n_all) p->n_pinned = 0; /* all will stay anyway */
+    p->quota = n_moe ? (uint32_t)((n - staging - p->n_pinned) / n_moe) : 0;
     p->n_slots = (uint32_t)n; /* what does not divide evenly serves all layers */
     p->streamed_bytes = matrices_bytes(e, false) - p->resident_bytes;
 }
@@ -3298,7 +3376,15 @@ static int plan_make(k3_engine *e, k3_error *err) {
     p->chunk = (uint32_t)chunk;
     p->scratch_bytes = scratch_bytes(e, chunk);
     e->chunk = (int)chunk;
-    plan_divide(e, e->mem.limit - fixed);
+    int64_t n_pins = o->pins ? pins_scan(e, NULL, err) : 0;
+    if (n_pins < 0) return (int)n_pins;
+    plan_divide(e, e->mem.limit - fixed, (uint64_t)n_pins);
+    if (n_pins > p->n_pinned && p->n_pinned < p->n_slots && o->note) {
+        char line[128];
+        snprintf(line, sizeof line, "pins: the first %u of %lld fit; more --ram holds more",
+                 p->n_pinned, (long long)n_pins);
+        if (p->quota < sh->n_experts) o->note(o->user, line);
+    }
     return 0;
 }
 
@@ -3553,6 +3639,8 @@ struct k3_session {
     bool is_broken;
     k3_trace_fn trace;
     void *trace_user;
+    k3_route_fn route;
+    void *route_user;
     uint64_t compute_ns;
 };
 
@@ -4166,6 +4254,9 @@ static int router(step *st, uint32_t il) {
             }
         }
     }
+    for (size_t t = 0; bad_t < 0 && st->s->route && t < st->T; t++)
+        st->s->route(st->s->route_user, st->pos + t, il, sh->top_k, b->pick + t * sh->top_k,
+                     b->pick_w + t * sh->top_k);
     if (bad_t < 0) return 0;
     return fail(st->err, K3_ENUMERIC,
                 "layer %u, router: the score of expert %lld at position %llu is NaN or infinite",
@@ -4420,10 +4511,11 @@ static int experts(step *st, uint32_t il) {
             r->is_computed = true;
             r->slot->heat += r->weight;
             r->slot->tick = e->store.tick;
-            store_unpin(e, r->slot);
+            r->slot->is_pinned = false;
         }
         n_left -= (uint32_t)n_batch;
     }
+    store_trim(e, il);
     return 0;
 }
 
@@ -4827,6 +4919,11 @@ void k3_session_trace(k3_session *s, k3_trace_fn fn, void *user) {
     s->trace_user = user;
 }
 
+void k3_session_on_route(k3_session *s, k3_route_fn fn, void *user) {
+    s->route = fn;
+    s->route_user = user;
+}
+
 void k3_session_stats(const k3_session *s, k3_stats *out) {
     k3_engine *e = s->e;
     *out = e->stats;
@@ -4960,7 +5057,8 @@ static int engine_load(k3_engine *e, k3_error *err) {
     if ((rc = scratch_open(e, err)) < 0 || (rc = store_open(e, err)) < 0 ||
         (rc = stream_open(e, err)) < 0 || (rc = disk_choose(e, err)) < 0)
         return rc;
-    return trunk_open(e, err);
+    rc = trunk_open(e, err); /* by way of the empty slots, so before the pins */
+    return rc < 0 ? rc : pins_open(e, err);
 }
 
 int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {

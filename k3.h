@@ -95,6 +95,7 @@ typedef struct {
     int io_depth;          /* reads in flight, 1..64; 0: by the probe                      */
     k3_policy policy;      /* least router weight, or least recently used                  */
     bool no_look_ahead;    /* do not read the next layer's likely experts                  */
+    const char *pins;      /* file of experts to keep, `layer expert` a line, hottest first */
     const char *sums;      /* file of sums; NULL: k3.sums in model_dir, if it is there     */
     bool no_check;         /* do not compare what is read with sums                        */
 
@@ -142,6 +143,7 @@ typedef struct {
     uint64_t resident_bytes, streamed_bytes; /* trunk matrices kept; read again for each chunk   */
     uint64_t ring_bytes, slot_bytes;
     uint32_t n_slots, quota;         /* expert slots in all; that each layer may keep            */
+    uint32_t n_pinned;               /* of them, for pinned experts                              */
     uint32_t chunk;                  /* positions computed together                              */
     bool has_sums;                   /* every read is compared with its sum                      */
     bool is_uring, is_direct;        /* how weights are read ...                                 */
@@ -207,6 +209,12 @@ uint64_t k3_session_context(const k3_session *s); /* positions it can hold */
  * position-major, then layer order after each chunk. NULL turns it off. */
 typedef void (*k3_trace_fn)(void *user, uint64_t pos, uint32_t layer, uint64_t fnv);
 void k3_session_trace(k3_session *s, k3_trace_fn fn, void *user);
+
+/* The router's choice for one position: ids u32[n] ascending, weights f32[n] as they enter the
+ * expert sum. Called layer by layer, within one by position. NULL turns it off. */
+typedef void (*k3_route_fn)(void *user, uint64_t pos, uint32_t layer, uint32_t n,
+                            const uint32_t *ids, const float *weights);
+void k3_session_on_route(k3_session *s, k3_route_fn fn, void *user);
 
 typedef struct {
     uint64_t n_pos;          /* positions run                               */
