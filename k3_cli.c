@@ -901,6 +901,17 @@ static int model_find(const cli_args *a, const char **dir) {
 }
 
 /* The engine's options as the command line has them; notes and progress go to `con`. */
+/* The most memory this process ever had, 0 where the system does not say. */
+static uint64_t peak_bytes(void) {
+    unsigned long long kib = 0;
+    char line[128];
+    FILE *f = fopen("/proc/self/status", "r");
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "VmHWM: %llu", &kib) == 1) break;
+    if (f) fclose(f);
+    return (uint64_t)kib * 1024;
+}
+
 static k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     k3_options o;
     k3_options_default(&o);
@@ -1384,11 +1395,13 @@ static void json_put_count(json_object *o, const char *key, uint64_t n) {
 static void json_put_disk(json_object *o, const run_state *r) {
     k3_stats st = timeline_stats(&r->line, &r->line.before);
     json_put_count(o, "ram_bytes", k3_engine_plan(r->e)->ram_bytes);
+    json_put_count(o, "peak_bytes", peak_bytes());
     json_put_count(o, "resident_bytes", st.resident_bytes);
     json_put_count(o, "load_bytes", r->line.before.read_bytes);
     json_put_count(o, "read_bytes", st.read_bytes);
     json_put_real(o, "stall_s", (double)st.stall_ns * 1e-9);
     json_put_count(o, "expert_uses", st.expert_uses);
+    json_put_count(o, "expert_loads", st.expert_loads);
     json_put_count(o, "expert_hits", st.expert_hits);
     json_put_count(o, "guesses", st.guesses);
     json_put_count(o, "guess_hits", st.guess_hits);
