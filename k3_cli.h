@@ -49,7 +49,13 @@ double percent(uint64_t part, uint64_t whole);
 
 /* ---- Options ----------------------------------------------------------------------- */
 
-enum { MAX_STOP = 32, MAX_REPEAT = 99, MAX_CONTEXT = 1 << 30, DEFAULT_CONTEXT = 4096 };
+enum {
+    MAX_OPTION = 128,
+    MAX_STOP = 32,
+    MAX_REPEAT = 99,
+    MAX_CONTEXT = 1 << 30,
+    DEFAULT_CONTEXT = 4096
+};
 
 typedef enum { EFFORT_LOW, EFFORT_MEDIUM, EFFORT_HIGH, EFFORT_MAX, EFFORT_NONE } effort_level;
 
@@ -63,7 +69,8 @@ typedef struct {
     uint64_t io_depth;
     const char *mirror[K3_MAX_COPIES]; /* NULL-ended                          */
     size_t n_mirror;
-    bool no_look_ahead;
+    bool no_look_ahead, no_check, write_sums, reader;
+    const char *sums, *pins, *routing, *replay, *write_pins;
     float disk; /* GB/s                                                       */
     float lora_eps;
     uint64_t tokens;
@@ -83,7 +90,7 @@ typedef struct {
     const char *cache;
     uint64_t cache_size, undo, effort; /* effort_level                        */
     bool no_think, hide_think, null_ends;
-    uint64_t given; /* bit i: row i of the table was on the command line      */
+    bool given[MAX_OPTION]; /* row i of the table was on the command line         */
 } cli_args;
 
 bool is_given(const cli_args *a, const char *name);

@@ -60,6 +60,7 @@ else
     echo "chat: SKIP python3 is not installed (scripts/deps.sh test)"
     skipped=$((skipped + 1))
 fi
+run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
 if [ -z "$quick" ]; then
     run tests/test_example.sh
     run tests/test_builds.sh
