@@ -2196,8 +2196,8 @@ static void edit_open(chat *c) {
     el_set(in->el, EL_EDITOR, "emacs");
     el_set(in->el, EL_SIGNAL, 0);
     el_wset(in->el, EL_GETCFN, edit_character);
-    el_set(in->el, EL_ADDFN, "k3-newline", "insert a newline", edit_newline);
-    el_set(in->el, EL_ADDFN, "k3-paste", "insert pasted text", edit_paste);
+    el_wset(in->el, EL_ADDFN, L"k3-newline", L"insert a newline", edit_newline);
+    el_wset(in->el, EL_ADDFN, L"k3-paste", L"insert pasted text", edit_paste);
     el_set(in->el, EL_BIND, "\\e\r", "k3-newline", NULL);
     el_set(in->el, EL_BIND, "\\e\n", "k3-newline", NULL);
     el_set(in->el, EL_BIND, "\\e[200~", "k3-paste", NULL);

@@ -55,7 +55,8 @@ run "$BUILD/test_stream" demo $quick
 for target in text config header index; do replay $target; done
 run tests/test_cli.sh
 if command -v python3 >/dev/null; then
-    run python3 tests/test_chat.py
+    # shellcheck disable=SC2086
+    run python3 tests/test_chat.py $quick
 else
     echo "chat: SKIP python3 is not installed (scripts/deps.sh test)"
     skipped=$((skipped + 1))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """test_chat.py - `k3 chat` from outside: rendering, pipes, JSON lines, a pseudo-terminal.
 
-    K3=build/k3 tests/test_chat.py
+    K3=build/k3 tests/test_chat.py [--quick]
 
 Rendering is compared with chat encodings made by the official encoder (tests/data/
 tokenizer_pins.json), with the prompts of demo/golden.json and with the strings of docs/K3-SPEC.md;
@@ -26,6 +26,7 @@ TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 K3 = os.path.abspath(os.environ.get("K3", os.path.join(TOP, "build/k3")))
 os.chdir(TOP)
 os.environ["OMP_WAIT_POLICY"] = "passive"
+QUICK = "--quick" in sys.argv  # under a sanitizer
 TMP = tempfile.TemporaryDirectory()
 n_passed = n_failed = n_skipped = 0
 
@@ -291,7 +292,9 @@ def test_render_errors():
 # ---- Pipes ------------------------------------------------------------------------------
 
 def talk(lines, *args, **more):
-    """Each line in as JSON, all objects that came out."""
+    """Each line in as JSON, all objects that came out. Short prompts unless asked otherwise."""
+    if "--effort" not in args:
+        args = ("--effort", "none", *args)
     r = k3("--json", "--temperature", "0", *args,
            text="".join(json.dumps(x) + "\n" for x in lines), **more)
     try:
@@ -311,9 +314,12 @@ def said(case):
 
 
 def test_golden_replies():
-    options = [[], ["--no-think"], ["--effort", "none"],
-               ["--effort", "low", "--system", "You are a helpful assistant."], [], []]
+    top = ["--effort", "max"]
+    options = [top, ["--no-think"], ["--effort", "none"],
+               ["--effort", "low", "--system", "You are a helpful assistant."], top, top]
     for i, (case, request) in enumerate(zip(GOLDEN, REQUESTS)):
+        if QUICK and i in (0, 3, 4):
+            continue
         messages = request["messages"]
         lines = [m["content"] for m in messages if m["role"] == "user"]
         if "tools" in request:
@@ -327,30 +333,31 @@ def test_golden_replies():
         equal(f"golden reply {i}: the conversation is the golden prompt and the reply",
               out[-1]["context_fnv"], fnv(case["prompt_ids"] + got))
         equal(f"golden reply {i}: context", out[-1]["n_context"], len(case["prompt_ids"] + got))
-    equal("turn 2 runs its own ids only", out[-1]["stop_reason"], "eos")
 
 
 def test_plain():
     text = FRANCE + "\n\n  \r\nAnd of Peru?\r\n"
     answers = ["The capital of France is Paris.", "The capital of Peru is Lima."]
-    r = k3("--temperature", "0", text=text)
+    r = k3("--temperature", "0", "--effort", "none", text=text)
     equal("lines", (r.returncode, r.stdout.decode(), r.stderr), (0, "\n".join(answers) + "\n", b""))
-    r = k3("--temperature", "0", "--null", text=text)
+    r = k3("--temperature", "0", "--effort", "none", "--null", text=text)
     equal("--null", r.stdout.decode(), "".join(a + "\0" for a in answers))
-    r = k3("--temperature", "0", text=FRANCE.encode())
+    r = k3("--temperature", "0", "--effort", "none", text=FRANCE.encode())
     equal("no newline at the end", r.stdout.decode(), answers[0] + "\n")
-    r = k3("--temperature", "0", text=b"caf\xc3 \xff\xfe?\n/nonsense\n//undo\n" + FRANCE.encode())
+    r = k3("--temperature", "0", "--effort", "none", text=b"caf\xc3 \xff\xfe?\n/nonsense\n//undo\n" + FRANCE.encode())
     equal("any bytes, a bad command, //: the rest goes on", (r.returncode, len(
         r.stdout.splitlines()) >= 3, r.stdout.decode().splitlines()[-1]), (2, True, answers[0]))
     check("bad command", b"no command /nonsense" in r.stderr, r.stderr)
     equal("nothing in", (k3(text="").returncode, k3(text="").stdout), (0, b""))
-    r = k3("--temperature", "0", "--context", "100", text=FRANCE + "\n" + FRANCE + "\n/stats\n")
+    r = k3("--temperature", "0", "--effort", "none", "--context", "50", text=FRANCE + "\n" + FRANCE + "\n/stats\n")
     check("context full, in the reply and before the next", r.returncode == 1 and
           r.stderr.count(b"context full") == 2 and b"--context" in r.stderr, r.stderr)
-    r = k3("--temperature", "0", "--tokens", "3", text=FRANCE + "\nAnd of Peru?\n")
+    r = k3("--temperature", "0", "--effort", "none", "--tokens", "3", text=FRANCE + "\nAnd of Peru?\n")
     equal("--tokens", r.stdout, b"\n\n")
+    if QUICK:
+        return
     with open("/dev/full", "wb") as full:
-        r = subprocess.run([K3, "chat", "-q"], input=b"Hello!\n", stdout=full,
+        r = subprocess.run([K3, "chat", "-q", "--effort", "none"], input=b"Hello!\n", stdout=full,
                            stderr=subprocess.PIPE, timeout=60)
     check("full disk", r.returncode == 1 and b"stdout" in r.stderr, r)
 
@@ -370,7 +377,7 @@ def test_json_lines():
     equal("an error for each bad line", [list(o) for o in out], [["error"]] * len(bad))
     equal("their code", (r.returncode, {o["error"]["code"] for o in out}, r.stderr), (2, {2}, b""))
     out = talk([{"messages": REQUESTS[5]["messages"], "tools": [WEATHER]},
-                tool_result("call_1", "sunny, 21 C"), tool_result("call_7", "x")])
+                tool_result("call_1", "sunny, 21 C"), tool_result("call_7", "x")], "--effort", "max")
     equal("a tool call", out[0]["tool_calls"][0]["function"],
           {"name": "get_weather", "arguments": '{"city": "Paris"}'})
     check("its result is read", out[1]["content"].startswith("The weather in Paris: sunny, 21 C"),
@@ -389,8 +396,8 @@ def test_json_lines():
 
 def test_stopped_replies():
     """A reply stopped anywhere is closed so that the conversation is well formed."""
-    for n in (1, 5, 15, 16, 17, 19, 20, 26, 31, 32, 34, 36):
-        out = talk([FRANCE, "And of Peru?"], "--tokens", str(n))
+    for n in (5, 20) if QUICK else (1, 5, 15, 16, 17, 19, 20, 26, 31, 32, 34, 36):
+        out = talk([FRANCE, "And of Peru?"], "--tokens", str(n), "--effort", "max")
         first = out[0]
         full = said(GOLDEN[0])[0]
         equal(f"stopped after {n}: ids", first["ids"], (full + first["ids"][len(full):])[:n])
@@ -418,6 +425,8 @@ def closings(ids):
 
 def test_same_everywhere():
     want = None
+    if QUICK:
+        return
     for args in (["--threads", "1"], ["--threads", "3", "--chunk", "7"], ["--kernels", "ref"],
                  ["--chunk", "1", "--undo", "0"]):
         r = k3("--json", "--seed", "11", "--tokens", "40", *args, text='"Hello!"\n"Tell me a story."\n')
@@ -436,6 +445,8 @@ def test_undo_and_settings():
     equal("undo: same ids as without the detour", out[3]["context_fnv"], out[8]["context_fnv"])
     equal("undo: computes the new turn only", out[3]["n_prompt"], out[8]["n_prompt"])
     check("undo: none left", "no turn" in out[6]["error"]["message"], out[6])
+    if QUICK:
+        return
     out = talk([FRANCE, command("/think off"), "And of Peru?", command("/think on"), brazil])
     equal("/think off", out[2]["ids"][:6], [343, 336, 327, 376, 1093, 311])
     check("/think on", out[4]["reasoning_content"] != "", out[4])
@@ -454,8 +465,8 @@ def test_undo_and_settings():
           ["error"] * 3 + ["done"] * 2 + ["error", "done"] + ["error"] * 6 + ["done"] * 4)
     check("their settings", "temperature 0.5" in out[6]["done"] and "seed 5" in out[6]["done"],
           out[6])
+    stats = talk(["Hello!", command("/stats")])[1]["done"]
     for word in ("context", "tok/s", "experts", "disk", "cache"):
-        stats = talk([FRANCE, command("/stats")])[1]["done"] if word == "context" else stats
         check(f"/stats: {word}", word in stats, stats)
 
 
@@ -478,13 +489,13 @@ def test_save_load_cache():
           (["error"], "The capital of Peru is Lima."))
     r = k3("--load", junk, text="")
     equal("--load of it", (r.returncode, r.stdout), (5, b""))
-    first = talk([FRANCE, "And of Peru?"], "--cache", cache)
-    again = talk([FRANCE, "And of Peru?"], "--cache", cache)
+    first = talk([FRANCE, "And of Peru?"], "--cache", cache, "--effort", "max")
+    again = talk([FRANCE, "And of Peru?"], "--cache", cache, "--effort", "max")
     equal("cache: same conversation", [o["context_fnv"] for o in again],
           [o["context_fnv"] for o in first])
     check("cache: the header is not read again", again[0]["n_cached"] >= 60, again[0])
     out = talk([FRANCE, "And of Peru?", command("/undo"), "And of Brazil?"], "--cache", cache,
-               "--undo", "0")
+               "--undo", "0", "--effort", "max")
     equal("undo by the cache", out[3]["content"], "The capital of Brazil is Brasília.")
 
 
@@ -518,6 +529,7 @@ def test_refusals():
 
 class Terminal:
     def __init__(self, *args):
+        args = ("--effort", "none", *args)
         env = dict(os.environ, TERM="xterm", HOME=TMP.name, LC_ALL="C")
         env.pop("XDG_STATE_HOME", None)
         self.pid, self.fd = pty.fork()
@@ -675,7 +687,8 @@ def test_terminal_stop():
     os.kill(t.pid, signal.SIGTERM)
     equal("SIGTERM leaves", t.exit_code(), 130)
     r = subprocess.Popen([K3, "chat", "-q", "--temperature", "60", "--kernels", "ref", "--seed",
-                          "4"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                          "4"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                         stderr=subprocess.DEVNULL)
     r.stdin.write(b"Hello!\n" * 1000)
     r.stdin.flush()
     select.select([r.stdout], [], [], 60)
@@ -703,7 +716,8 @@ def main():
     if has_libedit():
         test_terminal()
         test_terminal_paste()
-        test_terminal_stop()
+        if not QUICK:
+            test_terminal_stop()
     else:
         skip("a terminal", "this k3 was built without libedit (scripts/deps.sh build)")
     print(f"chat: {n_passed} passed, {n_failed} failed, {n_skipped} skipped")
