@@ -37,7 +37,7 @@ DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(KERNELS)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
-          $(BUILD)/test_stream $(BUILD)/test_state
+          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index
 
 .PHONY: all demo test test-model test-big asan tsan neon fuzz bench golden install clean help
@@ -86,6 +86,15 @@ $(BUILD)/test_engine $(BUILD)/test_model $(BUILD)/test_stream: $(BUILD)/%: tests
 $(BUILD)/test_state: tests/test_state.c $(BUILD)/k3_state.o $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
+
+# The program without its main.
+$(BUILD)/k3_cli_test.o: k3_cli.c | $(BUILD)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(DEMO_DIRS) -Dmain=k3_main -Wno-missing-prototypes -c -o $@ $<
+
+$(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(ENGINE)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/k3_cli_test.o $(ENGINE) $(K3_LIBS)
 
 $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)

@@ -1019,15 +1019,13 @@ static void reply_close(reply *r, xtml *x) {
         xtml_sep(x);
         reply_push(r, r->marks->sep);
     }
-    while (r->depth > 1) {
-        xtml_close(x, r->element[r->depth - 1]);
-        r->depth--; /* a call that was not finished is none */
+    while (r->depth > 0) { /* a call that was not finished is none */
+        if (r->depth == 1 && reply_is_in(r, "message") && !r->has_response) {
+            xtml_open(x, "response");
+            xtml_close(x, "response");
+        }
+        xtml_close(x, r->element[--r->depth]);
     }
-    if (!r->has_response && r->depth == 1) {
-        xtml_open(x, "response");
-        xtml_close(x, "response");
-    }
-    if (r->depth == 1) xtml_close(x, "message");
     xtml_control(x, "<|end_of_msg|>");
 }
 
@@ -1077,7 +1075,8 @@ typedef struct {
     uint64_t prompt_ns, gen_ns, n_prompt, n_cached, n_gen, n_step; /* n_cached: not run again */
     size_t first_said, n_said; /* its ids                                          */
     /* in and out */
-    bool is_terminal, has_color, hides_think, streams, is_over;
+    bool is_terminal, is_screen; /* stdin is one, and is edited; stdout is one */
+    bool has_color, hides_think, streams, is_over;
     edit_state *edit;
     buf told;  /* what a command said, for --json                                   */
     int worst; /* exit code of the first turn that failed                           */
@@ -1118,6 +1117,8 @@ static int complain_status(chat *c, int status, const k3_error *err) {
     if (status == K3_ECANCEL) return complain(c, INTERRUPTED, "interrupted");
     return complain(c, exit_code(status), "%s", err->text[0] ? err->text : k3_status_name(status));
 }
+
+enum { MANY_AGAIN = 64 }; /* positions to read again that are worth a word */
 
 static size_t chat_pos(const chat *c) { return (size_t)k3_session_pos(c->s); }
 
@@ -1316,6 +1317,8 @@ static int turn_prompt(chat *c) {
     turn *u = &c->turns[c->n_turn - 1];
     uint64_t start = clock_ns();
     c->con.hides_compute = false;
+    c->con.asked_ns = 0;
+    c->con.has_said_wait = false;
     c->con.n_grace = u->snap || chat_pos(c) == 0 ? 0 : 1;
     console_answer(&c->con, 0, 0);
     c->con.start_ns = c->con.last_ns = start;
@@ -1463,13 +1466,13 @@ static void show_text(chat *c, int kind, const char *p, size_t n) {
     buf out = {0};
     if (n == 0) return;
     console_clear(&c->con);
-    if (c->is_terminal && kind != (int)c->shown) {
+    if (c->is_screen && kind != (int)c->shown) {
         if (c->shown == SHOW_THINK) buf_puts(&out, c->has_color ? PLAIN : "");
         if (c->shown == SHOW_THINK) buf_puts(&out, "\n\n");
         if (kind == SHOW_THINK) buf_puts(&out, c->has_color ? DIM : "(thinking) ");
     }
     c->shown = kind;
-    if (c->is_terminal)
+    if (c->is_screen)
         put_terminal(&out, p, n);
     else
         for (size_t i = 0; i < n; i++) /* with --null a NUL ends the reply, and nothing else */
@@ -1478,7 +1481,7 @@ static void show_text(chat *c, int kind, const char *p, size_t n) {
             else
                 buf_puts(&out, "\xef\xbf\xbd");
     out_write(buf_text(&out), out.n);
-    if (c->is_terminal && c->con.is_tty) c->con.hides_compute = true;
+    if (c->is_screen && c->con.is_tty) c->con.hides_compute = true;
     buf_free(&out);
 }
 
@@ -1504,7 +1507,7 @@ static void show_reply(chat *c, reply *r) {
         if (c->streams) show_delta("content", answer, n_answer);
         return;
     }
-    if (c->is_terminal && !c->hides_think) show_text(c, SHOW_THINK, think, n_think);
+    if (c->is_terminal && c->is_screen && !c->hides_think) show_text(c, SHOW_THINK, think, n_think);
     show_text(c, SHOW_ANSWER, answer, n_answer);
 }
 
@@ -1589,6 +1592,9 @@ static int show_end(chat *c, reply *r) {
                  "with a larger --context");
     if (strcmp(c->why, "tokens") == 0 && !c->a->quiet)
         tell(c, "(stopped after --tokens %llu)", (unsigned long long)c->a->tokens);
+    if (c->n - chat_pos(c) > MANY_AGAIN && !c->a->quiet)
+        tell(c, "(that step was given up: your next turn reads %zu positions again)",
+             c->n - chat_pos(c));
     if (c->a->verbose) tell_rates(c);
     return rc;
 }
@@ -1885,7 +1891,7 @@ static int command_undo(chat *c, const char *arg) {
     c->is_stored = u.is_cached;
     size_t n_again = c->n > chat_pos(c) ? c->n - chat_pos(c) : 0;
     tell(c, "(taken back; %zu turns, %zu positions left%s)", c->n_turn, c->n,
-         n_again > 64 ? ", to be read again with your next turn" : "");
+         n_again > MANY_AGAIN ? ", to be read again with your next turn" : "");
     return DONE;
 }
 
@@ -2596,8 +2602,9 @@ static void chat_settings(chat *c, const cli_args *a) {
     if (a->system) buf_add_valid(&c->system, a->system, strlen(a->system));
     c->is_terminal = !a->json && isatty(STDIN_FILENO) == 1 &&
                      (isatty(STDOUT_FILENO) == 1 || isatty(STDERR_FILENO) == 1);
-    c->has_color = c->is_terminal && isatty(STDOUT_FILENO) == 1 && terminal && *terminal &&
-                   strcmp(terminal, "dumb") != 0;
+    c->is_screen = !a->json && isatty(STDOUT_FILENO) == 1;
+    c->has_color =
+        c->is_terminal && c->is_screen && terminal && *terminal && strcmp(terminal, "dumb") != 0;
     c->hides_think = a->hide_think;
     console_init(&c->con, a);
 }

@@ -694,12 +694,23 @@ static void console_speed(console *c, const k3_progress *p, uint64_t now) {
     c->read_bytes = p->read_bytes;
 }
 
+/* Ctrl-C was pressed and the step goes on to its end: after a second, say so, once. */
+static void console_wait(console *c, uint64_t now) {
+    if (!c->asked_ns) c->asked_ns = now;
+    if (!c->is_tty || c->has_said_wait || now - c->asked_ns < 1000000000u) return;
+    console_clear(c);
+    fputs("\nk3: this step ends first; Ctrl-C again gives it up, and what it costs to make good\n",
+          stderr);
+    c->has_said_wait = true;
+}
+
 static int console_progress(void *user, const k3_progress *p) {
     static const char *const phase[] = {"headers", "loading", "prompt", "checking"};
     console *c = user;
     uint64_t now = clock_ns();
     char line[160];
     if (interrupted > c->n_grace) return 1;
+    if (interrupted) console_wait(c, now);
     if (p->phase != c->phase || p->done < c->done) c->start_ns = now;
     c->phase = p->phase;
     c->done = p->done;

@@ -104,9 +104,11 @@ extern volatile sig_atomic_t interrupted; /* how often Ctrl-C asked */
 
 typedef struct {
     bool is_tty, is_quiet;
-    bool is_shown;           /* a progress line is on the screen                      */
-    bool hides_compute;      /* text is streaming: no line in its way                 */
-    int n_grace;             /* so many Ctrl-C do not yet cancel the step             */
+    bool is_shown;      /* a progress line is on the screen                      */
+    bool hides_compute; /* text is streaming: no line in its way                 */
+    int n_grace;        /* so many Ctrl-C do not yet cancel the step             */
+    uint64_t asked_ns;  /* when one did not                                      */
+    bool has_said_wait;
     uint64_t n_said, n_want; /* ids of the answer: so far, 0 in the prompt; at most   */
     uint64_t said_ns;        /* when the answer began                                 */
     k3_phase phase;

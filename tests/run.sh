@@ -54,6 +54,7 @@ run "$BUILD/test_engine" demo scripts tests/data $quick
 run "$BUILD/test_stream" demo $quick
 for target in text config header index; do replay $target; done
 run tests/test_cli.sh
+run "$BUILD/test_xtml"
 if command -v python3 >/dev/null; then
     # shellcheck disable=SC2086
     run python3 tests/test_chat.py $quick
