@@ -1186,7 +1186,7 @@ static void chat_recover_last(chat *c) {
 /* Keep the session's state for /undo; older snapshots make room. */
 static void turn_snapshot(chat *c, turn *u) {
     k3_error err = {{0}};
-    if (chat_pos(c) == 0) return;
+    if (chat_pos(c) == 0 || u->start > chat_pos(c) + MANY_AGAIN) return; /* chat_feed will */
     for (size_t i = 0; k3_session_snapshot(c->s, &u->snap, &err) < 0; i++) {
         u->snap = NULL;
         while (i < c->n_turn && !c->turns[i].snap) i++;
@@ -1294,6 +1294,7 @@ enum { HEADER_WORTH = 32 }; /* positions from which on a header gets a cache ent
 /* Run all ids that wait, so that `row` is that of the last. */
 static int chat_feed(chat *c, k3_error *err) {
     int status = K3_OK;
+    turn *u = &c->turns[c->n_turn - 1];
     if (c->cache && chat_pos(c) == 0 && c->n > 1) {
         int64_t got = k3_cache_restore(c->cache, c->s, c->id, c->n - 1, err);
         if (got < 0) complain_status(c, (int)got, err);
@@ -1304,6 +1305,12 @@ static int chat_feed(chat *c, k3_error *err) {
         status = k3_session_feed(c->s, c->id + pos, c->n_header - pos, K3_ROWS_NONE, NULL, err);
         if (status < 0) return status;
         chat_store(c);
+    }
+    pos = chat_pos(c);
+    if (u->start > pos + MANY_AGAIN) { /* the state was lost: now it is there to keep */
+        status = k3_session_feed(c->s, c->id + pos, u->start - pos, K3_ROWS_NONE, NULL, err);
+        if (status < 0) return status;
+        turn_snapshot(c, u);
     }
     pos = chat_pos(c);
     status = k3_session_feed(c->s, c->id + pos, c->n - pos, K3_ROWS_LAST, c->row, err);
