@@ -52,8 +52,11 @@ run "$BUILD/test_model"
 run "$BUILD/test_engine" demo scripts tests/data $quick
 # shellcheck disable=SC2086
 run "$BUILD/test_stream" demo $quick
-for target in text config header index; do replay $target; done
+# shellcheck disable=SC2086
+run "$BUILD/test_state" demo tests/data $quick
+for target in text config header index state; do replay $target; done
 run tests/test_cli.sh
+run tests/test_cache.sh
 if [ -z "$quick" ]; then
     run tests/test_example.sh
     run tests/test_builds.sh
