@@ -56,7 +56,8 @@ run "$BUILD/test_stream" demo $quick
 run "$BUILD/test_state" demo tests/data $quick
 for target in text config header index state; do replay $target; done
 run tests/test_cli.sh
-run tests/test_cache.sh
+# shellcheck disable=SC2086
+run tests/test_cache.sh $quick
 if [ -z "$quick" ]; then
     run tests/test_example.sh
     run tests/test_builds.sh

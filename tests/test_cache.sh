@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # test_cache.sh - many processes and one cache directory, some of them killed at any moment.
 #
-#     K3=build/k3 tests/test_cache.sh
+#     K3=build/k3 tests/test_cache.sh [--quick]
 #
 # Ten processes ask again and again, so that each stores, finds and evicts what others use, while
 # an eleventh is killed with SIGKILL over and over. Every answer must have the hash that the same
 # prompt has without a cache; at the end each entry must be whole, the size kept, and nothing left
 # behind by the dead. Then --save and --load from outside: exit codes and the hashes of
-# demo/bits.tsv, with a kill in the midst of a save.
+# demo/bits.tsv, with a kill in the midst of a save. --quick is for sanitizers: each asks once.
 set -u
 export LC_ALL=C
 export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
@@ -17,6 +17,8 @@ case $K3 in /*) ;; *) K3=$PWD/$K3 ;; esac
 T=$(mktemp -d) || exit 1
 trap 'rm -rf "$T"' EXIT
 n_passed=0 n_failed=0
+rounds="0 1 2 3" n_answers=40
+[ "${1:-}" != --quick ] || rounds=0 n_answers=10
 
 expect() { # name, got, want
     if [ "$2" = "$3" ]; then
@@ -44,7 +46,7 @@ expect "six answers" "$(sort -u "$T"/want? | wc -l | tr -d ' ')" 6
 size=2400000 # a handful of entries of 340 to 390 KB: there is always somebody to evict
 
 worker() { # number
-    for round in 0 1 2 3; do
+    for round in $rounds; do
         i=$((($1 * 5 + round * 7) % 6))
         got=$(ask "$(cat "$T/prompt$i")" --cache "$T/cache" --cache-size $size 2>>"$T/err" | hashes)
         if [ "$got" = "$(cat "$T/want$i")" ]; then echo same; else echo "prompt $i: $got"; fi
@@ -66,10 +68,10 @@ victims() { # until the workers are done
 for w in 0 1 2 3 4 5 6 7 8 9; do worker $w & done
 victims 2>/dev/null &
 wait
-expect "answers" "$(cat "$T"/worker? | sort | uniq -c | xargs)" "40 same"
+expect "answers" "$(cat "$T"/worker? | sort | uniq -c | xargs)" "$n_answers same"
 expect "messages" "$(grep -v '^k3: no --model' "$T/err" | head -3)" ""
-[ "$(cat "$T/killed")" -gt 5 ]
-expect "killed more than a few" $? 0
+[ "$(cat "$T/killed")" -gt 2 ]
+expect "killed more than once" $? 0
 "$K3" cache verify "$T/cache" >"$T/out" 2>&1
 expect "verify" $? 0
 ask 343,336 --cache "$T/cache" --cache-size $size >/dev/null # opens it: clears up after the dead
