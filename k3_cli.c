@@ -26,6 +26,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -276,6 +277,9 @@ static const cli_option OPTION[] = {
     {"--reader", NULL, KIND_FLAG, AT(reader), BENCH, G_MEASURE, NULL, 0, 0,
      "before and after, read whole experts at random with O_DIRECT as fast as\n"
      "the disk gives them; the last line compares with what the runs read"},
+    {"--reader", NULL, KIND_FLAG, AT(reader), PLAN, G_MEASURE, NULL, 0, 0,
+     "seconds for this disk: read whole experts at random, past the page\n"
+     "cache, for some ten seconds"},
     {"--replay", "FILE", KIND_TEXT, AT(replay), BENCH, G_MEASURE, NULL, 0, 0,
      "no model: what each policy would have had in memory of a routing trace\n"
      "(`k3 run --trace`), for slots from 1 a layer up"},
@@ -968,8 +972,9 @@ static void plan_say(const k3_engine *e) {
         fmt_bytes(ram, p->ram_bytes), fmt_bytes(kept, p->resident_bytes),
         fmt_bytes(streamed, p->streamed_bytes), (unsigned)p->chunk, (unsigned)p->n_slots,
         fmt_bytes(slots, p->slot_bytes * p->n_slots), (unsigned)p->quota);
-    say("disk: %s%s, depth %d, %s", p->is_uring ? "io_uring" : "pread pool",
-        p->is_direct ? ", direct" : "", p->io_depth, speed);
+    say("disk: %s%s, depth %d, %s%s", p->is_uring ? "io_uring" : "pread pool",
+        p->is_direct ? ", direct" : "", p->io_depth, speed,
+        p->has_sums ? ", every read checked" : "");
 }
 
 /* Open the tokenizer. Ids can do without one (checkpoints made for tests have none): then
@@ -2591,15 +2596,17 @@ static void plan_row(const char *name, uint64_t n_bytes, const char *note) {
 
 /* The split. `p` is a plan that works: at the floor when what was asked is below it. */
 static void plan_split(const k3_plan *p, const k3_shape *s, uint64_t asked, bool is_default) {
-    char cache[64], scratch[64], slots[96];
+    char cache[64], scratch[64], slots[128];
     uint64_t n_streamed = p->streamed_bytes, slots_bytes = p->slot_bytes * p->n_slots;
     uint64_t sum = p->session_bytes + p->vector_bytes + p->scratch_bytes + p->resident_bytes +
                    p->ring_bytes + slots_bytes;
     snprintf(cache, sizeof cache, "%llu positions", (unsigned long long)p->context);
     snprintf(scratch, sizeof scratch, "%u positions computed together", (unsigned)p->chunk);
-    snprintf(slots, sizeof slots, "%u of %llu experts, %u for each of %llu layers",
-             (unsigned)p->n_slots, (unsigned long long)expert_count(s), (unsigned)p->quota,
-             (unsigned long long)moe_layers(s));
+    int n = snprintf(slots, sizeof slots, "%u of %llu experts, %u for each of %llu layers",
+                     (unsigned)p->n_slots, (unsigned long long)expert_count(s), (unsigned)p->quota,
+                     (unsigned long long)moe_layers(s));
+    if (p->n_pinned)
+        snprintf(slots + n, sizeof slots - (size_t)n, ", %u pinned", (unsigned)p->n_pinned);
     plan_row("budget", asked, is_default ? "what is free, less 1/16" : "--ram");
     plan_row("floor", p->floor_bytes, "the least that this context can run in");
     if (asked < p->floor_bytes) puts("\nat the floor");
@@ -2650,7 +2657,7 @@ static void plan_reads(const k3_plan *p, const k3_shape *s, float disk) {
                  (unsigned long long)n_experts);
     plan_row("a token reads", n_bytes, note);
     for (size_t i = 0; n_bytes && i < (disk > 0 ? 1 : COUNT(usual)); i++)
-        printf("  at %2g GB/s %20.3f s a token at most, where the disk is what takes time\n",
+        printf("  at %.3g GB/s %18.3f s a token at most, where the disk is what takes time\n",
                speed[i], (double)n_bytes * 1e-9 / speed[i]);
     plan_next_gb(p, s);
 }
@@ -2680,6 +2687,20 @@ static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console 
     return status < 0 ? fail_status(status, &err) : DONE;
 }
 
+/* The disk's own speed, for --reader. */
+static int plan_measure(const char *dir, uint64_t expert_bytes, float *gb_per_s) {
+    reader r = {0};
+    int rc = reader_open(&r, dir, expert_bytes ? expert_bytes : 1 << 20);
+    if (rc == DONE) rc = reader_find(&r);
+    if (rc == DONE) {
+        printf("\nthis disk            %.2f GB/s, %d reads in flight\n", r.before * 1e-9,
+               r.best_depth);
+        *gb_per_s = (float)(r.before * 1e-9);
+    }
+    reader_close(&r);
+    return rc;
+}
+
 static int cmd_plan(const cli_args *a) {
     k3_engine *e = NULL;
     console con;
@@ -2693,8 +2714,10 @@ static int cmd_plan(const cli_args *a) {
     if (rc != DONE) return rc;
     const k3_plan *p = k3_engine_plan(e);
     plan_split(p, k3_engine_shape(e), asked, !a->ram);
-    plan_reads(p, k3_engine_shape(e), a->disk);
-    if (fflush(stdout) != 0) rc = fail_stdout(errno);
+    float disk = a->disk;
+    if (a->reader) rc = plan_measure(dir, k3_engine_shape(e)->expert_bytes, &disk);
+    plan_reads(p, k3_engine_shape(e), disk);
+    if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);
     if (rc == DONE && asked < p->floor_bytes)
         rc = fail(FAIL_BUDGET,
                   "a budget of %llu bytes is below the floor of this model with a context of %llu: "
@@ -2939,8 +2962,17 @@ static void stdio_guard(void) {
             abort();
 }
 
+/* Each shard of each copy is open twice: as many files as the system lets this process have. */
+static void files_allow(void) {
+    struct rlimit r;
+    if (getrlimit(RLIMIT_NOFILE, &r) != 0 || r.rlim_cur == r.rlim_max) return;
+    r.rlim_cur = r.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &r); /* if not, opening says which file was one too many */
+}
+
 int main(int argc, char **argv) {
     stdio_guard();
+    files_allow();
     signal(SIGPIPE, SIG_IGN);
     int rc = dispatch(argc, argv);
     if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);
