@@ -905,13 +905,14 @@ static int model_find(const cli_args *a, const char **dir) {
 }
 
 /* The engine's options as the command line has them; notes and progress go to `con`. */
-/* The most memory this process ever had, 0 where the system does not say. */
-static uint64_t peak_bytes(void) {
+/* A line such as "VmHWM:  1234 kB" of a file in /proc, as bytes; 0 where there is none. */
+static uint64_t proc_bytes(const char *path, const char *key) {
     unsigned long long kib = 0;
     char line[128];
-    FILE *f = fopen("/proc/self/status", "r");
+    size_t n = strlen(key);
+    FILE *f = fopen(path, "r");
     while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "VmHWM: %llu", &kib) == 1) break;
+        if (strncmp(line, key, n) == 0 && sscanf(line + n, ": %llu", &kib) == 1) break;
     if (f) fclose(f);
     return (uint64_t)kib * 1024;
 }
@@ -1400,7 +1401,7 @@ static void json_put_count(json_object *o, const char *key, uint64_t n) {
 static void json_put_disk(json_object *o, const run_state *r) {
     k3_stats st = timeline_stats(&r->line, &r->line.before);
     json_put_count(o, "ram_bytes", k3_engine_plan(r->e)->ram_bytes);
-    json_put_count(o, "peak_bytes", peak_bytes());
+    json_put_count(o, "peak_bytes", proc_bytes("/proc/self/status", "VmHWM"));
     json_put_count(o, "resident_bytes", st.resident_bytes);
     json_put_count(o, "load_bytes", r->line.before.read_bytes);
     json_put_count(o, "read_bytes", st.read_bytes);
@@ -2161,16 +2162,10 @@ static uint64_t bench_mix(uint64_t i) {
     return z ^ (z >> 31);
 }
 
-/* What can be taken without swapping: Linux says it in /proc/meminfo, else half of all. */
+/* What can be taken without swapping: Linux says it, else half of all. */
 static uint64_t bench_free_bytes(void) {
-    unsigned long long kib = 0;
-    char line[128];
-    FILE *f = fopen("/proc/meminfo", "r");
-    while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "MemAvailable: %llu", &kib) == 1) break;
-    if (f) fclose(f);
-    if (kib) return (uint64_t)kib * 1024;
-    return (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2;
+    uint64_t n = proc_bytes("/proc/meminfo", "MemAvailable");
+    return n ? n : (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2;
 }
 
 static const k3_kernels *bench_table(const char *name) {
