@@ -45,7 +45,8 @@ help:
 	@echo "make demo        install what is missing, build, run the bundled model"
 	@echo "make test        all tests that need no big weights and no network"
 	@echo "make test-model  the tests of a real directory: MODEL=DIR"
-	@echo "make test-big    exp, tanh, sigmoid over every f32 input (minutes)"
+	@echo "make test-big    exp, tanh, sigmoid over every f32 input; streaming at true"
+	@echo "                 dimensions (half an hour, 24 GB of disk: BIG_DIR)"
 	@echo "make asan tsan   the tests under AddressSanitizer + UBSan, ThreadSanitizer"
 	@echo "make neon        cross-build for AArch64 and test under qemu-user"
 	@echo "make fuzz        a minute on each fuzz target (clang)"
@@ -106,7 +107,7 @@ demo:
 	$(BUILD)/k3 run "The capital of France is"
 
 test: all $(TESTS) $(REPLAYS)
-	$(Q)CC="$(CC)" BUILD=$(BUILD) tests/run.sh $(TEST_ARGS)
+	$(Q)CC="$(CC)" BUILD=$(BUILD) K3_SAN="$(K3_SAN)" tests/run.sh $(TEST_ARGS)
 
 test-model: all $(TESTS)
 	$(Q)test -n "$(MODEL)" || { echo "make test-model MODEL=DIR"; exit 2; }
@@ -114,8 +115,9 @@ test-model: all $(TESTS)
 	$(BUILD)/k3 info --model "$(MODEL)"
 	$(BUILD)/k3 verify --golden --model "$(MODEL)"
 
-test-big: $(BUILD)/test_kernels
+test-big: all $(BUILD)/test_kernels
 	$(BUILD)/test_kernels --big
+	$(Q)BUILD=$(BUILD) tests/test_big.sh
 
 # The sanitizers' builds are slow, so they take the shortened tests.
 asan:

@@ -1798,6 +1798,7 @@ typedef struct io_req {
     uint16_t i_shard;
     bool has_sum;
     uint8_t tried;      /* copies that failed it, by bit             */
+    uint8_t only;       /* 1 + the copy that must answer; 0: any     */
     enum io_state state;
     enum io_urgency urgency;
     int i_copy, n_tries;
@@ -1859,6 +1860,7 @@ static int io_choose_copy(const disk *d, const io_req *r) {
         const io_copy *c = &d->copies[i];
         double ns = (double)(c->queued + r->n) * c->ns_per_byte;
         if (r->tried >> i & 1 || d->shards[r->i_shard].fd[i] < 0) continue;
+        if (r->only && r->only != i + 1) continue;
         bool is_best_dead = best >= 0 && d->copies[best].is_dead;
         if (best < 0 || (c->is_dead == is_best_dead ? ns < best_ns : is_best_dead)) {
             best = i;
@@ -2123,15 +2125,18 @@ static void disk_wait(disk *d, const io_req *r) {
     pthread_mutex_unlock(&d->lock);
 }
 
+static int sum_fail(const shard *s, uint64_t offset, uint64_t n, k3_error *err) {
+    return fail(err, K3_EIO,
+                "%s: %llu bytes at offset 0x%llx do not match their sum; the file is damaged, "
+                "download it again",
+                s->name, (unsigned long long)n, (unsigned long long)offset);
+}
+
 /* The line for a failed request. */
 static int disk_fail(const disk *d, const io_req *r, k3_error *err) {
     const char *name = d->shards[r->i_shard].name;
     unsigned long long n = r->n, offset = r->offset;
-    if (r->why == EBADMSG)
-        return fail(err, K3_EIO,
-                    "%s: %llu bytes at offset 0x%llx do not match their sum; the file is damaged, "
-                    "download it again",
-                    name, n, offset);
+    if (r->why == EBADMSG) return sum_fail(&d->shards[r->i_shard], r->offset, r->n, err);
     if (r->why == 0)
         return fail(
             err, K3_EIO,
@@ -2238,6 +2243,7 @@ typedef struct {
     uint64_t tick;
     enum slot_state state;
     bool is_pinned, is_guess, is_doomed;
+    bool is_kept; /* named in the file of pins: stays for good, beside the quota */
     int n_reqs;
     io_req req[N_EXPERT_TENSORS];
 } slot;
@@ -2252,8 +2258,19 @@ typedef struct {
     uint32_t *free, n_free;
     uint32_t guess[K3_MAX_TOP_K], n_guess; /* slots read ahead for the next layer */
     uint32_t n_doomed;  /* guesses nobody wants, still being read       */
+    uint32_t n_kept;    /* pinned by the file of pins                   */
     uint64_t tick;
 } store;
+
+/* Sums of everything that is ever read at once. */
+typedef struct {
+    const uint64_t *sum; /* NULL: none                                                 */
+    uint32_t *first;     /* [n_layers + 1][N_TENSORS] the first sum of a trunk tensor    */
+    uint64_t expert0;    /* the first sum of the first expert ...                        */
+    uint32_t per_expert; /* ... and how many each has: 1, or 6 where some are not whole  */
+    uint64_t n, block_bytes;
+    void *block;
+} sums;
 
 struct scratch;
 
@@ -2269,6 +2286,9 @@ struct k3_engine {
     layer *layers; /* [n_layers + 1]; the last is the head: lm_head, norm, output u_att */
     stream stream;
     store store;
+    sums sums;
+    uint8_t *bounce; /* for small reads: vectors, rows of the embedding */
+    uint64_t bounce_bytes;
     k3_plan plan;
     struct scratch *scratch;     /* one step at a time uses it */
     pthread_mutex_t step, money; /* the latter guards the ledger and the fingerprint */
@@ -2276,18 +2296,32 @@ struct k3_engine {
     k3_stats stats;
 };
 
+/* Read n bytes to `to` by way of the bounce buffer; `sum` is their XXH3, or NULL. What is too long
+ * for one read is checked as a whole, and read once more when it does not match. */
 static int engine_read(k3_engine *e, uint16_t i_shard, void *to, uint64_t n, uint64_t offset,
-                       k3_error *err) {
-    int rc = read_exact(&e->files.shards[i_shard], to, n, offset, err);
-    if (rc == 0) e->stats.read_bytes += n;
-    return rc;
+                       const uint64_t *sum, k3_error *err) {
+    uint64_t cap = e->bounce_bytes - IO_ALIGN;
+    for (int i_try = 0; i_try < 2; i_try++) {
+        for (uint64_t done = 0, part; done < n; done += part) {
+            part = n - done < cap ? n - done : cap;
+            io_req r = {.to = e->bounce, .offset = offset + done, .n = part, .i_shard = i_shard};
+            r.has_sum = sum && part == n;
+            r.sum = r.has_sum ? *sum : 0;
+            disk_submit(&e->io, &r, IO_DEMAND);
+            disk_wait(&e->io, &r);
+            if (r.state == IO_FAILED) return disk_fail(&e->io, &r, err);
+            memcpy((uint8_t *)to + done, r.at, (size_t)part);
+        }
+        if (!sum || n <= cap || XXH3_64bits(to, (size_t)n) == *sum) return 0;
+    }
+    return sum_fail(&e->files.shards[i_shard], offset, n, err);
 }
 
 static int engine_progress(k3_engine *e, k3_phase phase, uint64_t done, uint64_t total, int il,
                            k3_error *err) {
     bool is_new[K3_MAX_COPIES] = {false};
     if (e->io.read) pthread_mutex_lock(&e->io.lock);
-    k3_progress p = {phase, done, total, il, e->stats.read_bytes + e->io.read_bytes};
+    k3_progress p = {phase, done, total, il, e->io.read_bytes};
     for (int i = 0; i < e->io.n_copies; i++) { /* said here, not by the thread that saw it */
         io_copy *c = &e->io.copies[i];
         is_new[i] = c->is_dead && !c->is_told;
@@ -2323,18 +2357,47 @@ static uint64_t resident_bytes(const model *m, enum tensor t) {
     return round_up(n * (is_vector(t) ? sizeof(float) : sizeof(uint16_t)), 64);
 }
 
+/* Name a trunk tensor before the cause. */
+static int fail_tensor(const k3_engine *e, uint32_t il, int t, int rc, k3_error *err) {
+    if (il == e->sh.n_layers) return fail_in(err, rc, "%s", TENSOR[t].name);
+    return fail_in(err, rc, "%s of layer %u", TENSOR[t].name, il);
+}
+
 static const place *trunk_place(const k3_engine *e, uint32_t il, int t) {
     return il == e->sh.n_layers ? &e->files.at_model[t] : &e->files.at[il][t];
 }
 
-/* Read one tensor to `to`. bf16 vectors are read into the upper half and widened in place: the
- * read of element i lies at or behind its write. */
-static int trunk_read(k3_engine *e, enum tensor t, const place *at, void *to, k3_error *err) {
+static uint64_t tensor_rows(const model *m, int t) { return m->dims[TENSOR[t].dims[0]]; }
+static uint64_t tensor_cols(const model *m, int t) { return m->dims[TENSOR[t].dims[1]]; }
+
+/* Rows per piece: whole tiles, about PIECE_BYTES. kv_b is used whole. */
+static uint64_t piece_rows(const model *m, int t) {
+    uint64_t rows = tensor_rows(m, t), n = PIECE_BYTES / (tensor_cols(m, t) * sizeof(uint16_t));
+    if (t == T_KV_B) return rows;
+    n = n / PIECE_ROWS * PIECE_ROWS;
+    if (n < PIECE_ROWS) n = PIECE_ROWS;
+    return n < rows ? n : rows;
+}
+
+static uint64_t piece_bytes(const model *m, int t) {
+    return piece_rows(m, t) * tensor_cols(m, t) * sizeof(uint16_t);
+}
+
+/* The sum of part i of a trunk tensor: a piece of a matrix, a whole vector, a row of the embedding;
+ * NULL when there are no sums. */
+static const uint64_t *trunk_sum(const k3_engine *e, uint32_t il, int t, uint64_t i) {
+    return e->sums.sum ? &e->sums.sum[e->sums.first[il * N_TENSORS + (uint32_t)t] + i] : NULL;
+}
+
+/* Read a vector to `to`. bf16 is read into the upper half and widened in place: the read of element
+ * i lies at or behind its write. */
+static int trunk_read_vector(k3_engine *e, uint32_t il, enum tensor t, void *to, k3_error *err) {
+    const place *at = trunk_place(e, il, t);
     uint64_t n = tensor_elements(e->files.dims, t), bytes = tensor_bytes(e->files.dims, t);
-    bool is_widened = is_vector(t) && TENSOR[t].dtype == BF16;
+    bool is_widened = TENSOR[t].dtype == BF16;
     uint8_t *from = (uint8_t *)to + (is_widened ? bytes : 0);
-    int rc = engine_read(e, at->shard, from, bytes, at->offset, err);
-    if (rc < 0) return fail_in(err, rc, "%s", TENSOR[t].name);
+    int rc = engine_read(e, at->shard, from, bytes, at->offset, trunk_sum(e, il, t, 0), err);
+    if (rc < 0) return fail_tensor(e, il, t, rc, err);
     if (!is_widened) return 0;
     float *f = to;
     for (uint64_t i = 0; i < n; i++) {
@@ -2347,30 +2410,35 @@ static int trunk_read(k3_engine *e, enum tensor t, const place *at, void *to, k3
 
 /* Read a matrix to `to`, several pieces at once by way of the still empty expert slots; without
  * room for that, one after another. */
-static int trunk_read_matrix(k3_engine *e, enum tensor t, const place *at, uint8_t *to,
-                             k3_error *err) {
+static int trunk_read_matrix(k3_engine *e, uint32_t il, enum tensor t, uint8_t *to, k3_error *err) {
+    const place *at = trunk_place(e, il, t);
     io_req req[IO_MAX_THREADS];
-    uint64_t n = tensor_bytes(e->files.dims, t), n_pieces = (n + PIECE_BYTES - 1) / PIECE_BYTES;
-    uint64_t room = io_room(PIECE_BYTES), n_bounce = e->store.n_slots * e->store.slot_bytes / room;
+    uint64_t n = tensor_bytes(e->files.dims, t), step = piece_bytes(&e->files, t);
+    uint64_t n_pieces = (n + step - 1) / step, room = io_room(step);
+    uint64_t n_bounce = e->store.n_slots * e->store.slot_bytes / room;
     int rc = 0;
     if (n_bounce > IO_MAX_THREADS) n_bounce = IO_MAX_THREADS;
-    if (n_bounce < 2) return trunk_read(e, t, at, to, err);
-    for (uint64_t i = 0; i < n_pieces + n_bounce; i++) {
+    for (uint64_t i = 0; n_bounce < 2 && i < n_pieces && rc == 0; i++)
+        rc = engine_read(e, at->shard, to + i * step, n - i * step < step ? n - i * step : step,
+                         at->offset + i * step, trunk_sum(e, il, t, i), err);
+    for (uint64_t i = 0; n_bounce >= 2 && i < n_pieces + n_bounce; i++) {
         io_req *r = &req[i % n_bounce];
-        if (i >= n_bounce) { /* piece i - n_bounce was asked for a round ago */
+        if (i >= n_bounce && r->n > 0) { /* piece i - n_bounce was asked for a round ago */
             disk_wait(&e->io, r);
-            if (rc == 0 && r->state == IO_FAILED)
-                rc = fail_in(err, disk_fail(&e->io, r, err), "%s", TENSOR[t].name);
+            if (rc == 0 && r->state == IO_FAILED) rc = disk_fail(&e->io, r, err);
             if (rc == 0) memcpy(to + (r->offset - at->offset), r->at, r->n);
         }
         *r = (io_req){.to = e->store.bytes + (i % n_bounce) * room,
-                      .offset = at->offset + i * PIECE_BYTES,
+                      .offset = at->offset + i * step,
                       .i_shard = at->shard};
         if (i >= n_pieces || rc < 0) continue;
-        r->n = n - i * PIECE_BYTES < PIECE_BYTES ? n - i * PIECE_BYTES : PIECE_BYTES;
+        const uint64_t *sum = trunk_sum(e, il, t, i);
+        r->n = n - i * step < step ? n - i * step : step;
+        r->has_sum = sum != NULL;
+        r->sum = sum ? *sum : 0;
         disk_submit(&e->io, r, IO_DEMAND);
     }
-    return rc;
+    return rc < 0 ? fail_tensor(e, il, t, rc, err) : 0;
 }
 
 /* u = norm.w * proj.w (NUMERICS 3), kept in place of the norm. */
@@ -2410,9 +2478,8 @@ static int trunk_load(k3_engine *e, uint32_t il, uint64_t *done, k3_error *err) 
     if (!to) return e->mem.why;
     for (int t = 0; t < N_TENSORS; t++) {
         if (!is_loaded(e, il, t)) continue;
-        const place *at = trunk_place(e, il, t);
-        int rc = is_vector((enum tensor)t) ? trunk_read(e, (enum tensor)t, at, to, err)
-                                           : trunk_read_matrix(e, (enum tensor)t, at, to, err);
+        int rc = is_vector((enum tensor)t) ? trunk_read_vector(e, il, (enum tensor)t, to, err)
+                                           : trunk_read_matrix(e, il, (enum tensor)t, to, err);
         if (rc < 0) return rc;
         if (is_vector((enum tensor)t))
             ly->v[t] = (const float *)(const void *)to;
@@ -2446,25 +2513,12 @@ static const enum tensor ORDER_DENSE[] = {T_GATE, T_UP, T_DOWN, N_TENSORS};
 static const enum tensor ORDER_MOE[] = {T_ROUTER,  T_LAT_DOWN, T_SH_GATE, T_SH_UP,
                                         T_SH_DOWN, T_LAT_UP,   N_TENSORS};
 
-static uint64_t tensor_rows(const model *m, int t) { return m->dims[TENSOR[t].dims[0]]; }
-static uint64_t tensor_cols(const model *m, int t) { return m->dims[TENSOR[t].dims[1]]; }
-
-/* Rows per piece: whole tiles, about PIECE_BYTES. kv_b is used whole. */
-static uint64_t piece_rows(const model *m, int t) {
-    uint64_t rows = tensor_rows(m, t), n = PIECE_BYTES / (tensor_cols(m, t) * sizeof(uint16_t));
-    if (t == T_KV_B) return rows;
-    n = n / PIECE_ROWS * PIECE_ROWS;
-    if (n < PIECE_ROWS) n = PIECE_ROWS;
-    return n < rows ? n : rows;
-}
-
 static uint64_t piece_max_bytes(const model *m, const k3_shape *sh) {
     uint64_t most = 0;
     for (uint32_t il = 0; il <= sh->n_layers; il++)
         for (int t = 0; t < N_TENSORS; t++) {
             if (!layer_has_tensor(sh, il, t) || is_vector((enum tensor)t)) continue;
-            uint64_t n = piece_rows(m, t) * tensor_cols(m, t) * sizeof(uint16_t);
-            if (n > most) most = n;
+            if (piece_bytes(m, t) > most) most = piece_bytes(m, t);
         }
     return most;
 }
@@ -2477,6 +2531,7 @@ static void stream_add(k3_engine *e, uint32_t il, int t) {
     uint64_t row_bytes = tensor_cols(&e->files, t) * sizeof(uint16_t);
     for (uint64_t row = 0; row < rows; row += step_rows) {
         uint64_t n = rows - row < step_rows ? rows - row : step_rows;
+        const uint64_t *sum = trunk_sum(e, il, t, row / step_rows);
         if (s->pieces)
             s->pieces[s->n_pieces] = (piece){.il = il,
                                              .t = (uint16_t)t,
@@ -2484,7 +2539,9 @@ static void stream_add(k3_engine *e, uint32_t il, int t) {
                                              .row = (uint32_t)row,
                                              .n_rows = (uint32_t)n,
                                              .offset = at->offset + row * row_bytes,
-                                             .n = n * row_bytes};
+                                             .n = n * row_bytes,
+                                             .sum = sum ? *sum : 0,
+                                             .has_sum = sum != NULL};
         s->n_pieces++;
     }
 }
@@ -2575,7 +2632,7 @@ static int stream_take(k3_engine *e, uint32_t il, int t, const piece **p, const 
     disk_raise(&e->io, r, true);
     disk_wait(&e->io, r);
     if (r->state == IO_FAILED)
-        return fail_in(err, disk_fail(&e->io, r, err), "%s of layer %u", TENSOR[t].name, il);
+        return fail_tensor(e, il, t, disk_fail(&e->io, r, err), err);
     if ((uintptr_t)r->at % sizeof **w != 0) { /* a tensor at an odd offset: back by one byte */
         memmove(r->at - 1, r->at, r->n);
         r->at--;
@@ -2644,23 +2701,29 @@ static bool expert_is_whole(const k3_shape *sh, const expert_place *at, uint64_t
     return hi - *lo == sh->expert_bytes; /* overlaps were refused */
 }
 
+static uint64_t expert_sum_index(const k3_engine *e, uint32_t il, uint32_t ie) {
+    uint64_t i = (uint64_t)(il - e->sh.n_dense) * e->sh.n_experts + ie;
+    return e->sums.expert0 + i * e->sums.per_expert;
+}
+
 /* Write the reads of expert (il, ie) into a slot at `to`: one when it is whole, else six. */
 static int expert_requests(const k3_engine *e, uint32_t il, uint32_t ie, uint8_t *to, io_req *req) {
     const k3_shape *sh = &e->sh;
     const expert_place *at = model_expert(&e->files, sh, il, ie);
+    const uint64_t *sum = e->sums.sum ? e->sums.sum + expert_sum_index(e, il, ie) : NULL;
     uint64_t lo;
-    if (expert_is_whole(sh, at, &lo)) {
-        req[0] = (io_req){.to = to, .offset = lo, .n = sh->expert_bytes, .i_shard = at->shard[0]};
-        return 1;
-    }
-    for (int k = 0; k < N_EXPERT_TENSORS; k++) {
+    bool is_whole = expert_is_whole(sh, at, &lo);
+    int n = is_whole ? 1 : N_EXPERT_TENSORS;
+    for (int k = 0; k < n; k++) {
         req[k] = (io_req){.to = to,
-                          .offset = at->offset[k],
-                          .n = expert_tensor_bytes(sh, k),
-                          .i_shard = at->shard[k]};
+                          .offset = is_whole ? lo : at->offset[k],
+                          .n = is_whole ? sh->expert_bytes : expert_tensor_bytes(sh, k),
+                          .i_shard = at->shard[k],
+                          .sum = sum ? sum[k] : 0,
+                          .has_sum = sum != NULL};
         to += io_room(req[k].n);
     }
-    return N_EXPERT_TENSORS;
+    return n;
 }
 
 static uint64_t expert_room(const model *m, const k3_shape *sh) {
@@ -2753,7 +2816,7 @@ static slot *store_coldest(const k3_engine *e, uint32_t il) {
     slot *coldest = NULL;
     for (uint32_t ie = 0; ie < e->sh.n_experts; ie++) {
         slot *s = store_find(e, il, ie);
-        if (!s || s->state != SLOT_FULL || s->is_pinned || s->is_guess) continue;
+        if (!s || s->state != SLOT_FULL || s->is_pinned || s->is_guess || s->is_kept) continue;
         bool is_colder = !coldest || (e->opt.policy == K3_POLICY_LRU ? s->tick < coldest->tick
                                                                      : s->heat < coldest->heat);
         if (is_colder) coldest = s;
@@ -2781,6 +2844,7 @@ static bool store_fetch(k3_engine *e, uint32_t il, uint32_t ie, enum io_urgency 
     s->heat = 0.0f;
     s->state = SLOT_READING;
     s->is_guess = u == IO_GUESS;
+    s->is_kept = false;
     s->n_reqs = expert_requests(e, il, ie, st->bytes + (uint64_t)i * st->slot_bytes, s->req);
     *store_at(e, il, ie) = (int32_t)i;
     for (int k = 0; k < s->n_reqs; k++) disk_submit(&e->io, &s->req[k], u);
@@ -2800,21 +2864,16 @@ static int store_arrived(k3_engine *e, slot *s, expert_view *x, k3_error *err) {
         int rc = expert_check(&e->sh, s->il, s->ie, x, &e->files, err);
         if (rc < 0) return rc;
         s->state = SLOT_FULL;
-        e->store.n_held[s->il - e->sh.n_dense]++;
+        if (!s->is_kept) e->store.n_held[s->il - e->sh.n_dense]++;
     }
     expert_locate(e, s->il, s->ie, s->req, s->n_reqs, x);
     return 1;
 }
 
-/* A layer has used the expert: it stays if the quota allows, or a colder one goes. */
-static void store_unpin(k3_engine *e, slot *s) {
-    uint32_t *held = &e->store.n_held[s->il - e->sh.n_dense];
-    s->is_pinned = false;
-    if (*held <= e->store.quota) return;
-    slot *cold = store_coldest(e, s->il);
-    if (!cold) return;
-    (*held)--;
-    store_drop(e, cold);
+/* A layer is done: what is over its quota goes, the coldest first. */
+static void store_trim(k3_engine *e, uint32_t il) {
+    uint32_t *held = &e->store.n_held[il - e->sh.n_dense];
+    for (slot *s; *held > e->store.quota && (s = store_coldest(e, il)); (*held)--) store_drop(e, s);
 }
 
 /* Once per chunk: old use counts less. */
@@ -2852,10 +2911,8 @@ static void store_recover(k3_engine *e) {
         if (s->state == SLOT_READING && !s->is_doomed) store_drop(e, s);
     }
     st->n_guess = 0;
-    for (uint32_t il = e->sh.n_dense; st->n_slots > 0 && il < e->sh.n_layers; il++) {
-        uint32_t *held = &st->n_held[il - e->sh.n_dense];
-        for (slot *s; *held > st->quota && (s = store_coldest(e, il)); (*held)--) store_drop(e, s);
-    }
+    for (uint32_t il = e->sh.n_dense; st->n_slots > 0 && il < e->sh.n_layers; il++)
+        store_trim(e, il);
 }
 
 static uint64_t store_meta_bytes(const k3_shape *sh, uint64_t n_slots) {
@@ -2887,6 +2944,301 @@ static int store_open(k3_engine *e, k3_error *err) {
     return st->bytes ? 0 : e->mem.why;
 }
 
+/* ---- Pins ----
+ *
+ * A file of pins names experts that are read at open and stay: a line each, layer and expert, and
+ * whatever follows; the most wanted first, since only so many fit. # begins a comment. */
+static int pins_line(const k3_engine *e, const char *line, int i_line, uint32_t *il, uint32_t *ie,
+                     k3_error *err) {
+    unsigned long long at[2];
+    char *end = (char *)(uintptr_t)line;
+    for (int i = 0; i < 2; i++) {
+        const char *from = end + strspn(end, " \t");
+        at[i] = strtoull(from, &end, 10);
+        if (end == from || *from == '-' || !strchr(" \t\n", *end))
+            return fail(err, K3_EUSAGE, "%s: line %d: not `layer expert`", e->opt.pins, i_line);
+    }
+    if (at[0] < e->sh.n_dense || at[0] >= e->sh.n_layers || at[1] >= e->sh.n_experts)
+        return fail(
+            err, K3_EUSAGE,
+            "%s: line %d: no expert %llu of layer %llu; this model has layers %u to %u with "
+            "%u experts each",
+            e->opt.pins, i_line, at[1], at[0], e->sh.n_dense, e->sh.n_layers - 1, e->sh.n_experts);
+    *il = (uint32_t)at[0];
+    *ie = (uint32_t)at[1];
+    return 0;
+}
+
+typedef int (*pins_fn)(k3_engine *e, uint32_t il, uint32_t ie);
+
+/* Visit each pin until `fn` says 1; the number of lines with pins, or an error. */
+static int64_t pins_scan(k3_engine *e, pins_fn fn, k3_error *err) {
+    char line[256];
+    int64_t n = 0;
+    int rc = 0;
+    FILE *f = fopen(e->opt.pins, "re");
+    if (!f) return fail(err, K3_EIO, "%s: %s", e->opt.pins, strerror(errno));
+    for (int i_line = 1; rc == 0 && fgets(line, sizeof line, f); i_line++) {
+        uint32_t il = 0, ie = 0;
+        const char *at = line + strspn(line, " \t\r\n");
+        if (strlen(line) == sizeof line - 1)
+            rc = fail(err, K3_EUSAGE, "%s: line %d is too long", e->opt.pins, i_line);
+        if (rc < 0 || *at == 0 || *at == '#') continue;
+        if ((rc = pins_line(e, at, i_line, &il, &ie, err)) < 0) break;
+        n++;
+        if (fn) rc = fn(e, il, ie);
+    }
+    if (rc == 0 && ferror(f)) rc = fail(err, K3_EIO, "%s: read error", e->opt.pins);
+    fclose(f);
+    return rc < 0 ? rc : n;
+}
+
+/* Begin reading one pinned expert; 1 when there is no room for more. */
+static int pins_fetch(k3_engine *e, uint32_t il, uint32_t ie) {
+    if (e->store.n_kept == e->plan.n_pinned) return 1;
+    if (store_find(e, il, ie) || !store_fetch(e, il, ie, IO_TRUNK)) return 0;
+    store_find(e, il, ie)->is_kept = true;
+    e->store.n_kept++;
+    return 0;
+}
+
+/* Read the pinned experts into slots of their own. */
+static int pins_open(k3_engine *e, k3_error *err) {
+    store *st = &e->store;
+    uint64_t done = 0;
+    if (e->plan.n_pinned == 0) return 0;
+    int64_t n = pins_scan(e, pins_fetch, err);
+    int rc = n < 0 ? (int)n : 0;
+    for (uint32_t i = 0; rc == 0 && i < st->n_slots; i++) {
+        slot *s = &st->slots[i];
+        expert_view x;
+        if (!s->is_kept) continue;
+        for (int k = 0; k < s->n_reqs; k++) disk_wait(&e->io, &s->req[k]);
+        rc = store_arrived(e, s, &x, err);
+        if (rc > 0) rc = 0;
+        done += e->sh.expert_bytes;
+        if (rc == 0)
+            rc = engine_progress(e, K3_PHASE_LOAD, done, st->n_kept * e->sh.expert_bytes,
+                                 (int)s->il, err);
+    }
+    return rc;
+}
+
+/* ---- Sums ----
+ *
+ * XXH3 of every stretch of bytes that is ever read at once: each piece of rows of a trunk matrix,
+ * each vector, each row of the embedding, each expert (or its six tensors, where they do not lie
+ * together). `k3 verify --write-sums` makes them; with them each read is checked before its use.
+ * The file, little-endian:
+ *
+ *     8     "K3SUMS1\n"
+ *     8     fingerprint: XXH3 over shard name, offset and length of all stretches, in order
+ *     8     n, the number of sums
+ *     8 n   the sums: layers in order and last the head, each with its tensors in the order of
+ *           `enum tensor`; then the embedding; then the experts by layer and id
+ *     8     XXH3 of all before
+ */
+#define SUMS_NAME "k3.sums"
+#define SUMS_MAGIC "K3SUMS1\n"
+#define SUMS_HEAD 24u
+
+/* Bytes that are read at once by verify: `n_parts` equal parts with a sum each. */
+typedef struct {
+    uint32_t il, ie; /* ie: of an expert; t is N_TENSORS then */
+    int t;
+    uint16_t i_shard;
+    uint64_t offset, n, n_parts, i_sum;
+} stretch;
+typedef int (*stretch_fn)(void *user, const stretch *x);
+
+/* Visit a trunk tensor piece by piece; x->i_sum moves on. */
+static int sums_visit_tensor(const k3_engine *e, uint32_t il, int t, uint64_t *i_sum, stretch_fn fn,
+                             void *user) {
+    const place *at = trunk_place(e, il, t);
+    uint64_t n = tensor_bytes(e->files.dims, (enum tensor)t), step = n, row = n;
+    if (!is_vector((enum tensor)t)) {
+        row = tensor_cols(&e->files, t) * sizeof(uint16_t);
+        step = piece_bytes(&e->files, t);
+    }
+    for (uint64_t done = 0; done < n; done += step) {
+        stretch x = {.il = il, .t = t, .i_shard = at->shard, .offset = at->offset + done};
+        x.n = n - done < step ? n - done : step;
+        x.n_parts = t == T_EMBED ? x.n / row : 1;
+        x.i_sum = *i_sum;
+        *i_sum += x.n_parts;
+        int rc = fn(user, &x);
+        if (rc != 0) return rc;
+    }
+    return 0;
+}
+
+/* Visit everything that has a sum, in the order of the file. Returns what `fn` said, if not 0. */
+static int sums_visit(const k3_engine *e, stretch_fn fn, void *user) {
+    const k3_shape *sh = &e->sh;
+    uint64_t i_sum = 0;
+    int rc = 0;
+    for (uint32_t il = 0; il <= sh->n_layers; il++)
+        for (int t = 0; t < N_TENSORS; t++)
+            if (layer_has_tensor(sh, il, t) &&
+                (rc = sums_visit_tensor(e, il, t, &i_sum, fn, user)) != 0)
+                return rc;
+    if ((rc = sums_visit_tensor(e, sh->n_layers, T_EMBED, &i_sum, fn, user)) != 0) return rc;
+    for (uint32_t il = sh->n_dense; il < sh->n_layers; il++)
+        for (uint32_t ie = 0; ie < sh->n_experts; ie++) {
+            stretch x = {.il = il, .ie = ie, .t = N_TENSORS, .n = sh->expert_bytes};
+            x.n_parts = e->sums.per_expert;
+            x.i_sum = i_sum;
+            i_sum += x.n_parts;
+            if ((rc = fn(user, &x)) != 0) return rc;
+        }
+    return 0;
+}
+
+/* The list of all streamed pieces, at most: full ones, and a last one for each matrix. */
+static uint64_t plan_pieces(const k3_engine *e) {
+    return (e->sh.trunk_bytes / (PIECE_BYTES / 2) + 16 * ((uint64_t)e->sh.n_layers + 1)) *
+           sizeof(piece);
+}
+
+typedef struct {
+    k3_engine *e;
+    uint64_t n, fingerprint;
+} sums_layout;
+
+static void sums_mix(sums_layout *w, uint16_t i_shard, uint64_t offset, uint64_t n) {
+    const char *name = w->e->files.shards[i_shard].name;
+    uint64_t v[4] = {w->fingerprint, XXH3_64bits(name, strlen(name)), offset, n};
+    w->fingerprint = XXH3_64bits(v, sizeof v);
+}
+
+static int sums_lay(void *user, const stretch *x) {
+    sums_layout *w = user;
+    sums *u = &w->e->sums;
+    io_req req[N_EXPERT_TENSORS];
+    w->n = x->i_sum + x->n_parts;
+    if (x->t < N_TENSORS) {
+        uint32_t *first = &u->first[x->il * N_TENSORS + (uint32_t)x->t];
+        if (*first == UINT32_MAX) *first = (uint32_t)x->i_sum;
+        sums_mix(w, x->i_shard, x->offset, x->n);
+        return 0;
+    }
+    if (u->expert0 == 0) u->expert0 = x->i_sum;
+    int n = expert_requests(w->e, x->il, x->ie, NULL, req);
+    for (int k = 0; k < n; k++) sums_mix(w, req[k].i_shard, req[k].offset, req[k].n);
+    return 0;
+}
+
+/* Lay out the table of sums, still without a value. */
+static int sums_make(k3_engine *e, uint64_t *fingerprint, k3_error *err) {
+    sums *u = &e->sums;
+    uint64_t n_first = ((uint64_t)e->sh.n_layers + 1) * N_TENSORS, most = n_first + 1;
+    sums_layout w = {.e = e, .fingerprint = 1};
+    *u = (sums){.per_expert = 1};
+    if (e->sh.n_layers > e->sh.n_dense &&
+        expert_room(&e->files, &e->sh) > io_room(e->sh.expert_bytes))
+        u->per_expert = N_EXPERT_TENSORS;
+    most += e->sh.vocab_size + plan_pieces(e) / sizeof(piece) + n_first +
+            (uint64_t)(e->sh.n_layers - e->sh.n_dense) * e->sh.n_experts * u->per_expert;
+    u->block_bytes = round_up(n_first * sizeof *u->first, 64) + most * sizeof *u->sum;
+    u->block = ledger_take(&e->mem, u->block_bytes, "sums", err);
+    if (!u->block) return e->mem.why;
+    u->first = u->block;
+    memset(u->first, 0xff, n_first * sizeof *u->first);
+    sums_visit(e, sums_lay, &w);
+    u->n = w.n;
+    *fingerprint = w.fingerprint;
+    return 0;
+}
+
+static uint64_t *sums_values(const k3_engine *e) {
+    uint64_t n_first = ((uint64_t)e->sh.n_layers + 1) * N_TENSORS;
+    return (uint64_t *)(void *)((uint8_t *)e->sums.block +
+                                round_up(n_first * sizeof(uint32_t), 64));
+}
+
+static void sums_path(const k3_engine *e, char *path, size_t cap) {
+    if (e->opt.sums)
+        snprintf(path, cap, "%s", e->opt.sums);
+    else
+        snprintf(path, cap, "%s/%s", e->dir, SUMS_NAME);
+}
+
+/* Read all of a file of sums into the table. */
+static int sums_load(k3_engine *e, const char *path, int fd, uint64_t size, k3_error *err) {
+    static const char again[] = "write it again with `k3 verify --write-sums`, or give --no-check";
+    uint64_t fingerprint, head[SUMS_HEAD / 8], end;
+    int rc = sums_make(e, &fingerprint, err);
+    if (rc < 0) return rc;
+    shard file = {.name = (char *)(uintptr_t)path, .size = size};
+    file.fd[0] = fd;
+    uint64_t n_bytes = e->sums.n * sizeof(uint64_t), *values = sums_values(e);
+    if (size < SUMS_HEAD || (rc = read_copy(&file, 0, head, SUMS_HEAD, 0, err)) < 0 ||
+        memcmp(head, SUMS_MAGIC, 8) != 0)
+        return rc < 0 ? rc : fail(err, K3_EMODEL, "%s: no file of sums; %s", path, again);
+    if (head[1] != fingerprint || head[2] != e->sums.n)
+        return fail(err, K3_EMODEL, "%s: made for other files than these; %s", path, again);
+    if (size != SUMS_HEAD + n_bytes + 8)
+        return fail(err, K3_EMODEL, "%s: %llu bytes, not %llu: cut short; %s", path,
+                    (unsigned long long)size, (unsigned long long)(SUMS_HEAD + n_bytes + 8), again);
+    if ((rc = read_copy(&file, 0, values, n_bytes, SUMS_HEAD, err)) < 0 ||
+        (rc = read_copy(&file, 0, &end, 8, SUMS_HEAD + n_bytes, err)) < 0)
+        return rc;
+    XXH64_hash_t h = XXH3_64bits(head, SUMS_HEAD);
+    if (XXH3_64bits_withSeed(values, (size_t)n_bytes, h) != end)
+        return fail(err, K3_EMODEL, "%s: damaged; %s", path, again);
+    e->sums.sum = values;
+    e->plan.has_sums = true;
+    return 0;
+}
+
+/* The sums beside the model, when they are there, or where the caller says. */
+static int sums_open(k3_engine *e, k3_error *err) {
+    char path[4352];
+    uint64_t size;
+    if (e->opt.no_check) return 0;
+    sums_path(e, path, sizeof path);
+    if (!e->opt.sums && access(path, F_OK) != 0) return 0;
+    int fd = file_open(path, &size, err);
+    if (fd < 0) return K3_EIO;
+    int rc = sums_load(e, path, fd, size, err);
+    close(fd);
+    return rc;
+}
+
+static int write_all(int fd, const void *from, uint64_t n) {
+    const uint8_t *p = from;
+    while (n > 0) {
+        ssize_t put = write(fd, p, n < (1u << 30) ? (size_t)n : 1u << 30);
+        if (put < 0 && errno == EINTR) continue;
+        if (put <= 0) return -1;
+        p += put;
+        n -= (uint64_t)put;
+    }
+    return 0;
+}
+
+/* Write the file under another name first: it is there whole or not at all. */
+static int sums_save(const k3_engine *e, uint64_t fingerprint, k3_error *err) {
+    char path[4352], part[4400];
+    uint64_t head[SUMS_HEAD / 8], n_bytes = e->sums.n * sizeof(uint64_t), end;
+    memcpy(head, SUMS_MAGIC, 8);
+    head[1] = fingerprint;
+    head[2] = e->sums.n;
+    end = XXH3_64bits_withSeed(e->sums.sum, (size_t)n_bytes, XXH3_64bits(head, SUMS_HEAD));
+    sums_path(e, path, sizeof path);
+    snprintf(part, sizeof part, "%s.part", path);
+    int fd = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (fd < 0)
+        return fail(err, K3_EIO, "%s: %s; name another place with --sums FILE", part,
+                    strerror(errno));
+    bool is_ok = write_all(fd, head, SUMS_HEAD) == 0 && write_all(fd, e->sums.sum, n_bytes) == 0 &&
+                 write_all(fd, &end, 8) == 0 && fsync(fd) == 0;
+    if (close(fd) == 0 && is_ok && rename(part, path) == 0) return 0;
+    int why = errno;
+    unlink(part);
+    return fail(err, K3_EIO, "%s: %s", path, strerror(why));
+}
+
 /* ---- The plan: one number of bytes, divided ----
  *
  * First what must be: tables, vectors, scratch, one session, a ring, a few slots; its sum is the
@@ -2899,6 +3251,15 @@ static int store_open(k3_engine *e, k3_error *err) {
 
 static uint64_t scratch_bytes(const k3_engine *e, uint64_t chunk);   /* section 8  */
 static uint64_t session_bytes(const k3_shape *sh, uint64_t context); /* section 15 */
+
+/* Room for the largest read that is neither a piece nor an expert. */
+static uint64_t plan_bounce(const k3_engine *e) {
+    uint64_t most = e->sh.hidden * sizeof(uint16_t);
+    for (int t = 0; t < N_TENSORS; t++)
+        if (is_vector((enum tensor)t) && tensor_bytes(e->files.dims, (enum tensor)t) > most)
+            most = tensor_bytes(e->files.dims, (enum tensor)t);
+    return io_room(most);
+}
 
 static uint64_t matrices_bytes(const k3_engine *e, bool is_vector_wanted) {
     uint64_t sum = 0;
@@ -2914,13 +3275,8 @@ static uint64_t plan_fixed(const k3_engine *e, uint64_t chunk) {
     const k3_plan *p = &e->plan;
     uint64_t n_moe = e->sh.n_layers - e->sh.n_dense;
     return e->mem.used + p->vector_bytes + p->session_bytes + p->snapshot_bytes +
-           scratch_bytes(e, chunk) + (n_moe ? store_meta_bytes(&e->sh, 2) + 2 * p->slot_bytes : 0);
-}
-
-/* The list of all streamed pieces, at most: full ones, and a last one for each matrix. */
-static uint64_t plan_pieces(const k3_engine *e) {
-    return (e->sh.trunk_bytes / (PIECE_BYTES / 2) + 16 * ((uint64_t)e->sh.n_layers + 1)) *
-           sizeof(piece);
+           scratch_bytes(e, chunk) + plan_bounce(e) +
+           (n_moe ? store_meta_bytes(&e->sh, 2) + 2 * p->slot_bytes : 0);
 }
 
 static uint64_t plan_ring_least(const k3_engine *e) {
@@ -2957,8 +3313,8 @@ static uint64_t plan_residents(k3_engine *e, uint64_t left) {
     return taken;
 }
 
-/* Divide what is left among ring, matrices and slots. */
-static void plan_divide(k3_engine *e, uint64_t left) {
+/* Divide what is left among ring, matrices and slots, of which so many are wanted for pins. */
+static void plan_divide(k3_engine *e, uint64_t left, uint64_t n_pins) {
     const k3_shape *sh = &e->sh;
     k3_plan *p = &e->plan;
     uint64_t n_moe = sh->n_layers - sh->n_dense,
@@ -2985,7 +3341,9 @@ static void plan_divide(k3_engine *e, uint64_t left) {
     uint64_t n = n_moe ? left / per_slot : 0;
     if (n < staging) n = staging;
     if (n > staging + n_all) n = staging + n_all;
-    p->quota = n_moe ? (uint32_t)((n - staging) / n_moe) : 0;
+    p->n_pinned = n - staging < n_pins ? (uint32_t)(n - staging) : (uint32_t)n_pins;
+    if (n - staging == n_all) p->n_pinned = 0; /* all will stay anyway */
+    p->quota = n_moe ? (uint32_t)((n - staging - p->n_pinned) / n_moe) : 0;
     p->n_slots = (uint32_t)n; /* what does not divide evenly serves all layers */
     p->streamed_bytes = matrices_bytes(e, false) - p->resident_bytes;
 }
@@ -3023,7 +3381,15 @@ static int plan_make(k3_engine *e, k3_error *err) {
     p->chunk = (uint32_t)chunk;
     p->scratch_bytes = scratch_bytes(e, chunk);
     e->chunk = (int)chunk;
-    plan_divide(e, e->mem.limit - fixed);
+    int64_t n_pins = o->pins ? pins_scan(e, NULL, err) : 0;
+    if (n_pins < 0) return (int)n_pins;
+    plan_divide(e, e->mem.limit - fixed, (uint64_t)n_pins);
+    if (n_pins > p->n_pinned && p->n_pinned < p->n_slots && o->note) {
+        char line[128];
+        snprintf(line, sizeof line, "pins: the first %u of %lld fit; more --ram holds more",
+                 p->n_pinned, (long long)n_pins);
+        if (p->quota < sh->n_experts) o->note(o->user, line);
+    }
     return 0;
 }
 
@@ -3279,6 +3645,8 @@ struct k3_session {
     bool is_broken;
     k3_trace_fn trace;
     void *trace_user;
+    k3_route_fn route;
+    void *route_user;
     uint64_t compute_ns;
 };
 
@@ -3531,7 +3899,8 @@ static int embed(step *st, const uint32_t *ids) {
     const place *at = &e->files.at_model[T_EMBED];
     for (size_t t = 0; t < st->T; t++) {
         int rc = engine_read(e, at->shard, st->b->embed, n * sizeof(uint16_t),
-                             at->offset + ids[t] * n * sizeof(uint16_t), st->err);
+                             at->offset + ids[t] * n * sizeof(uint16_t),
+                             trunk_sum(e, e->sh.n_layers, T_EMBED, ids[t]), st->err);
         if (rc < 0) return fail_in(st->err, rc, "embedding of id %u", ids[t]);
         st->k->widen(st->b->P + t * n, st->b->embed, n);
     }
@@ -3891,6 +4260,9 @@ static int router(step *st, uint32_t il) {
             }
         }
     }
+    for (size_t t = 0; bad_t < 0 && st->s->route && t < st->T; t++)
+        st->s->route(st->s->route_user, st->pos + t, il, sh->top_k, b->pick + t * sh->top_k,
+                     b->pick_w + t * sh->top_k);
     if (bad_t < 0) return 0;
     return fail(st->err, K3_ENUMERIC,
                 "layer %u, router: the score of expert %lld at position %llu is NaN or infinite",
@@ -4145,10 +4517,11 @@ static int experts(step *st, uint32_t il) {
             r->is_computed = true;
             r->slot->heat += r->weight;
             r->slot->tick = e->store.tick;
-            store_unpin(e, r->slot);
+            r->slot->is_pinned = false;
         }
         n_left -= (uint32_t)n_batch;
     }
+    store_trim(e, il);
     return 0;
 }
 
@@ -4748,13 +5121,18 @@ void k3_session_trace(k3_session *s, k3_trace_fn fn, void *user) {
     s->trace_user = user;
 }
 
+void k3_session_on_route(k3_session *s, k3_route_fn fn, void *user) {
+    s->route = fn;
+    s->route_user = user;
+}
+
 void k3_session_stats(const k3_session *s, k3_stats *out) {
     k3_engine *e = s->e;
     *out = e->stats;
     out->n_pos = s->pos;
     out->compute_ns = s->compute_ns;
     pthread_mutex_lock(&e->io.lock);
-    out->read_bytes += e->io.read_bytes;
+    out->read_bytes = e->io.read_bytes;
     out->stall_ns = e->io.stall_ns;
     pthread_mutex_unlock(&e->io.lock);
     out->resident_bytes = e->mem.used;
@@ -4875,10 +5253,14 @@ static int engine_load(k3_engine *e, k3_error *err) {
     rc = plan_make(e, err);
     if (rc == K3_EBUDGET && e->opt.headers_only) return 0; /* the plan names the floor */
     if (rc < 0 || e->opt.headers_only) return rc;
+    e->bounce_bytes = plan_bounce(e);
+    e->bounce = ledger_take(&e->mem, e->bounce_bytes, "bounce buffer", err);
+    if (!e->bounce) return e->mem.why;
     if ((rc = scratch_open(e, err)) < 0 || (rc = store_open(e, err)) < 0 ||
         (rc = stream_open(e, err)) < 0 || (rc = disk_choose(e, err)) < 0)
         return rc;
-    return trunk_open(e, err);
+    rc = trunk_open(e, err); /* by way of the empty slots, so before the pins */
+    return rc < 0 ? rc : pins_open(e, err);
 }
 
 int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
@@ -4897,6 +5279,7 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
     if (rc == 0 && !(e->layers = calloc(e->sh.n_layers + 1, sizeof *e->layers)))
         rc = fail(err, K3_ENOMEM, "out of memory for %u layers", e->sh.n_layers);
     if (rc == 0) rc = disk_open(e, err);
+    if (rc == 0) rc = sums_open(e, err);
     if (rc == 0) rc = engine_load(e, err);
     fp_restore(fp);
     if (rc < 0) {
@@ -4919,6 +5302,8 @@ void k3_engine_close(k3_engine *e) {
     for (uint32_t il = 0; e->layers && il <= e->sh.n_layers; il++)
         ledger_give(&e->mem, e->layers[il].block, e->layers[il].block_bytes);
     if (e->scratch) ledger_give(&e->mem, e->scratch->block, e->scratch->block_bytes);
+    ledger_give(&e->mem, e->bounce, e->bounce_bytes);
+    ledger_give(&e->mem, e->sums.block, e->sums.block_bytes);
     model_close(&e->files);
     pthread_mutex_destroy(&e->step);
     pthread_mutex_destroy(&e->money);
@@ -4934,85 +5319,183 @@ int k3_engine_threads(const k3_engine *e) { return e->n_threads; }
 int k3_engine_chunk(const k3_engine *e) { return e->chunk; }
 const k3_plan *k3_engine_plan(const k3_engine *e) { return &e->plan; }
 
-/* ---- verify ---- */
-
-/* One trunk tensor in pieces: every value finite. */
-static int verify_tensor(k3_engine *e, const name_id *id, uint8_t *buf, uint64_t cap,
-                         k3_error *err) {
-    const place *at = model_place(&e->files, id);
-    enum dtype dtype = TENSOR[id->tensor].dtype;
-    uint64_t n = tensor_bytes(e->files.dims, id->tensor), width = DTYPE_BYTES[dtype];
-    for (uint64_t done = 0; done < n;) {
-        uint64_t step_bytes = n - done < cap ? n - done : cap;
-        int rc = engine_read(e, at->shard, buf, step_bytes, at->offset + done, err);
-        if (rc < 0) return rc;
-        for (uint64_t i = 0; i < step_bytes; i += width) {
-            uint16_t top; /* sign, exponent and the start of the fraction: little-endian */
-            memcpy(&top, buf + i + width - 2, sizeof top);
-            if ((top & 0x7f80) != 0x7f80) continue;
-            char name[256];
-            name_write(id, name, sizeof name);
-            return fail(
-                err, K3_EMODEL,
-                "%s: element %llu is NaN or infinite (%s, offset 0x%llx); download it again", name,
-                (unsigned long long)((done + i) / width), e->files.shards[at->shard].name,
-                (unsigned long long)(at->offset + done + i));
-        }
-        done += step_bytes;
-    }
-    return 0;
-}
+/* ---- verify ----
+ *
+ * Every copy of every stretch is read once, a few ahead of the one being looked at. */
+#define VERIFY_AHEAD 4
 
 typedef struct {
     k3_engine *e;
+    struct {
+        stretch x;
+        io_req req[N_EXPERT_TENSORS];
+        int n_reqs;
+    } ahead[VERIFY_AHEAD]; /* asked for, oldest first, from `first` */
+    uint32_t first, n_ahead;
+    int i_copy;
+    uint64_t *values; /* where sums go that are being made, else NULL */
     uint8_t *buf;
-    uint64_t cap, done, total;
+    uint64_t room, done, total;
     int64_t n_experts;
     k3_error *err;
 } verify;
 
-/* Read one whole expert as the store would, and check it. */
-static int verify_expert(verify *v, uint32_t il, uint32_t ie) {
-    k3_engine *e = v->e;
-    io_req req[N_EXPERT_TENSORS];
-    expert_view x;
-    int n = expert_requests(e, il, ie, v->buf, req), rc = 0;
-    for (int i = 0; i < n; i++) disk_submit(&e->io, &req[i], IO_DEMAND);
-    for (int i = 0; i < n; i++) disk_wait(&e->io, &req[i]);
-    for (int i = 0; i < n && rc == 0; i++)
-        if (req[i].state == IO_FAILED)
-            rc = fail_in(v->err, disk_fail(&e->io, &req[i], v->err), "expert %u of layer %u", ie,
-                         il);
-    if (rc < 0) return rc;
-    expert_locate(e, il, ie, req, n, &x);
-    return expert_check(&e->sh, il, ie, &x, &e->files, v->err);
-}
-
-static int verify_visit(void *user, const name_id *id) {
-    verify *v = user;
-    int rc;
-    if (id->expert_tensor > 0) return 0; /* the whole expert was read at its first tensor */
-    if (id->expert_tensor == 0) {
-        rc = verify_expert(v, id->il, id->ie);
-        v->done += v->e->sh.expert_bytes;
-        v->n_experts++;
-    } else {
-        rc = verify_tensor(v->e, id, v->buf, v->cap, v->err);
-        v->done += tensor_bytes(v->e->files.dims, id->tensor);
+/* Every value of a trunk tensor's piece is finite. */
+static int verify_finite(const verify *v, const stretch *x, const uint8_t *at) {
+    uint64_t width = DTYPE_BYTES[TENSOR[x->t].dtype];
+    for (uint64_t i = 0; i < x->n; i += width) {
+        uint16_t top; /* sign, exponent and the start of the fraction: little-endian */
+        memcpy(&top, at + i + width - 2, sizeof top);
+        if ((top & 0x7f80) != 0x7f80) continue;
+        const place *tensor = trunk_place(v->e, x->il, x->t);
+        const shard *file = &v->e->files.shards[x->i_shard];
+        name_id id = {(enum tensor)x->t, -1, x->il, 0};
+        char name[256];
+        name_write(&id, name, sizeof name);
+        return fail(v->err, K3_EMODEL,
+                    "%s: element %llu is NaN or infinite (%s, offset 0x%llx); download it again",
+                    name, (unsigned long long)((x->offset + i - tensor->offset) / width),
+                    file->name, (unsigned long long)(x->offset + i));
     }
-    return rc < 0 ? rc
-                  : engine_progress(v->e, K3_PHASE_VERIFY, v->done, v->total, (int)id->il, v->err);
+    return 0;
 }
 
-int64_t k3_engine_verify(k3_engine *e, k3_error *err) {
-    const k3_shape *sh = &e->sh;
-    uint64_t room = expert_room(&e->files, sh), cap = room > (4u << 20) ? room : 4u << 20;
-    verify v = {.e = e, .cap = cap, .err = err};
-    v.total =
-        sh->trunk_bytes + (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts * sh->expert_bytes;
-    v.buf = ledger_take(&e->mem, cap, "verify", err);
+/* Parts whose sums the disk did not look at: made here, or compared. */
+static int verify_parts(const verify *v, const stretch *x, const io_req *r, int i_req) {
+    uint64_t n_parts = x->t < N_TENSORS ? x->n_parts : 1, n = r->n / n_parts;
+    for (uint64_t i = 0; i < n_parts; i++) {
+        uint64_t i_sum = x->i_sum + i + (uint64_t)i_req;
+        if (!v->values && (!v->e->sums.sum || r->has_sum)) return 0;
+        uint64_t sum = XXH3_64bits(r->at + i * n, (size_t)n);
+        if (v->values)
+            v->values[i_sum] = sum;
+        else if (sum != v->e->sums.sum[i_sum])
+            return sum_fail(&v->e->files.shards[r->i_shard], r->offset + i * n, n, v->err);
+    }
+    return 0;
+}
+
+/* Wait for the oldest stretch and look at it. */
+static int verify_oldest(verify *v) {
+    k3_engine *e = v->e;
+    const stretch *x = &v->ahead[v->first].x;
+    io_req *req = v->ahead[v->first].req;
+    int n_reqs = v->ahead[v->first].n_reqs, rc = 0;
+    for (int k = 0; k < n_reqs; k++) disk_wait(&e->io, &req[k]);
+    for (int k = 0; k < n_reqs && rc == 0; k++) {
+        rc = req[k].state == IO_FAILED ? disk_fail(&e->io, &req[k], v->err)
+                                       : verify_parts(v, x, &req[k], k);
+        if (rc == 0) continue;
+        if (x->t < N_TENSORS)
+            fail_tensor(e, x->il, x->t, rc, v->err);
+        else
+            fail_in(v->err, rc, "expert %u of layer %u", x->ie, x->il);
+        if (v->i_copy > 0) fail_in(v->err, rc, "mirror %s", e->io.copies[v->i_copy].dir);
+    }
+    if (rc == 0 && x->t < N_TENSORS) rc = verify_finite(v, x, req[0].at);
+    if (rc == 0 && x->t == N_TENSORS) {
+        expert_view view;
+        expert_locate(e, x->il, x->ie, req, n_reqs, &view);
+        rc = expert_check(&e->sh, x->il, x->ie, &view, &e->files, v->err);
+        v->n_experts += v->i_copy == 0;
+    }
+    v->done += x->n;
+    v->first = (v->first + 1) % VERIFY_AHEAD;
+    v->n_ahead--;
+    return rc < 0 ? rc
+                  : engine_progress(e, K3_PHASE_VERIFY, v->done, v->total,
+                                    x->il < e->sh.n_layers ? (int)x->il : -1, v->err);
+}
+
+/* Ask for a stretch, if this copy has it. */
+static int verify_visit(void *user, const stretch *x) {
+    verify *v = user;
+    k3_engine *e = v->e;
+    int rc = v->n_ahead == VERIFY_AHEAD ? verify_oldest(v) : 0;
+    if (rc < 0) return rc;
+    uint32_t i = (v->first + v->n_ahead) % VERIFY_AHEAD;
+    io_req *req = v->ahead[i].req;
+    uint8_t *to = v->buf + i * v->room;
+    v->ahead[i].x = *x;
+    v->ahead[i].n_reqs = 1;
+    if (x->t == N_TENSORS) {
+        v->ahead[i].n_reqs = expert_requests(e, x->il, x->ie, to, req);
+    } else {
+        req[0] = (io_req){.to = to, .offset = x->offset, .n = x->n, .i_shard = x->i_shard};
+        req[0].has_sum = e->sums.sum && x->n_parts == 1;
+        req[0].sum = req[0].has_sum ? e->sums.sum[x->i_sum] : 0;
+    }
+    for (int k = 0; k < v->ahead[i].n_reqs; k++)
+        if (e->files.shards[req[k].i_shard].fd[v->i_copy] < 0) return 0;
+    for (int k = 0; k < v->ahead[i].n_reqs; k++) {
+        req[k].only = (uint8_t)(v->i_copy + 1);
+        if (v->values) req[k].has_sum = false;
+        disk_submit(&e->io, &req[k], IO_DEMAND);
+    }
+    v->n_ahead++;
+    return 0;
+}
+
+static int verify_measure(void *user, const stretch *x) {
+    verify *v = user;
+    io_req req[N_EXPERT_TENSORS] = {{.i_shard = x->i_shard}};
+    int n = x->t == N_TENSORS ? expert_requests(v->e, x->il, x->ie, NULL, req) : 1;
+    for (int k = 0; k < n; k++)
+        if (v->e->files.shards[req[k].i_shard].fd[v->i_copy] < 0) return 0;
+    v->total += x->n;
+    return 0;
+}
+
+/* All copies, one after another. */
+static int verify_copies(verify *v) {
+    int rc = 0;
+    for (v->i_copy = 0; v->i_copy < v->e->io.n_copies; v->i_copy++)
+        sums_visit(v->e, verify_measure, v);
+    for (v->i_copy = 0; rc == 0 && v->i_copy < v->e->io.n_copies; v->i_copy++) {
+        rc = sums_visit(v->e, verify_visit, v);
+        while (v->n_ahead > 0) {
+            int rest = rc == 0 ? verify_oldest(v) : 0;
+            if (rest < 0) rc = rest;
+            if (rc == 0 || rest < 0) continue;
+            for (int k = 0; k < v->ahead[v->first].n_reqs; k++)
+                disk_wait(&v->e->io, &v->ahead[v->first].req[k]);
+            v->first = (v->first + 1) % VERIFY_AHEAD;
+            v->n_ahead--;
+        }
+        if (v->values) { /* the other copies are compared with the first */
+            v->e->sums.sum = v->values;
+            v->values = NULL;
+        }
+    }
+    return rc;
+}
+
+static int64_t verify_all(k3_engine *e, bool is_writing, k3_error *err) {
+    const k3_options *o = &e->opt;
+    uint64_t room = io_room(piece_max_bytes(&e->files, &e->sh)), fingerprint = 0;
+    if (room < plan_bounce(e)) room = plan_bounce(e);
+    uint64_t embed = io_room(piece_bytes(&e->files, T_EMBED));
+    if (room < embed) room = embed;
+    if (e->sh.n_layers > e->sh.n_dense && room < expert_room(&e->files, &e->sh))
+        room = expert_room(&e->files, &e->sh);
+    verify v = {.e = e, .room = room, .err = err};
+    int rc = 0;
+    if (o->headers_only)
+        rc = disk_mode(&e->io, o->io == K3_IO_URING, o->direct == K3_ON,
+                       o->io_depth ? o->io_depth : 8, err);
+    if (rc == 0 && is_writing) {
+        ledger_give(&e->mem, e->sums.block, e->sums.block_bytes);
+        rc = sums_make(e, &fingerprint, err);
+        v.values = rc == 0 ? sums_values(e) : NULL;
+    }
+    if (rc < 0) return rc;
+    v.buf = ledger_take(&e->mem, VERIFY_AHEAD * room, "verify", err);
     if (!v.buf) return e->mem.why;
-    int rc = model_expect(sh, verify_visit, &v);
-    ledger_give(&e->mem, v.buf, cap);
+    rc = verify_copies(&v);
+    ledger_give(&e->mem, v.buf, VERIFY_AHEAD * room);
+    if (rc == 0 && is_writing) rc = sums_save(e, fingerprint, err);
     return rc < 0 ? rc : v.n_experts;
 }
+
+int64_t k3_engine_verify(k3_engine *e, k3_error *err) { return verify_all(e, false, err); }
+int64_t k3_engine_write_sums(k3_engine *e, k3_error *err) { return verify_all(e, true, err); }

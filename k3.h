@@ -96,6 +96,9 @@ typedef struct {
     int io_depth;          /* reads in flight, 1..64; 0: by the probe                      */
     k3_policy policy;      /* least router weight, or least recently used                  */
     bool no_look_ahead;    /* do not read the next layer's likely experts                  */
+    const char *pins;      /* file of experts to keep, `layer expert` a line, hottest first */
+    const char *sums;      /* file of sums; NULL: k3.sums in model_dir, if it is there     */
+    bool no_check;         /* do not compare what is read with sums                        */
 
     /* Notes the caller may show, one line each (a tensor nobody knows, a fallback). */
     void (*note)(void *user, const char *line);
@@ -142,7 +145,9 @@ typedef struct {
     uint64_t resident_bytes, streamed_bytes; /* trunk matrices kept; read again for each chunk   */
     uint64_t ring_bytes, slot_bytes;
     uint32_t n_slots, quota;         /* expert slots in all; that each layer may keep            */
+    uint32_t n_pinned;               /* of them, for pinned experts                              */
     uint32_t chunk;                  /* positions computed together                              */
+    bool has_sums;                   /* every read is compared with its sum                      */
     bool is_uring, is_direct;        /* how weights are read ...                                 */
     int io_depth;
     double disk_bytes_per_s;         /* ... and what the probe measured; 0: not probed           */
@@ -160,10 +165,14 @@ int k3_engine_threads(const k3_engine *e);
 int k3_engine_chunk(const k3_engine *e);
 const k3_plan *k3_engine_plan(const k3_engine *e); /* headers_only: n_slots 0 below the floor */
 
-/* Read every expert and every trunk tensor once and check what can be checked:
- * lengths, scale codes (at most 252), finite trunk values. Works headers_only.
+/* Read every copy of every expert and every trunk tensor once and check what can be checked:
+ * lengths, scale codes (at most 252), finite trunk values, sums if there are any. Works headers_only.
  * Returns the number of experts checked, or K3_EMODEL / K3_EIO naming the first fault. */
 int64_t k3_engine_verify(k3_engine *e, k3_error *err);
+
+/* The same without regard to older sums, and keep an XXH3 of everything as k3_options.sums says.
+ * Mirrors are compared with model_dir's copy. Engines opened later check each read with it. */
+int64_t k3_engine_write_sums(k3_engine *e, k3_error *err);
 
 /* The kernel sets this build links, best last, in a NULL-ended array, and whether
  * this CPU can run one. */
@@ -203,6 +212,12 @@ uint64_t k3_session_context(const k3_session *s); /* positions it can hold */
  * position-major, then layer order after each chunk. NULL turns it off. */
 typedef void (*k3_trace_fn)(void *user, uint64_t pos, uint32_t layer, uint64_t fnv);
 void k3_session_trace(k3_session *s, k3_trace_fn fn, void *user);
+
+/* The router's choice for one position: ids u32[n] ascending, weights f32[n] as they enter the
+ * expert sum. Called layer by layer, within one by position. NULL turns it off. */
+typedef void (*k3_route_fn)(void *user, uint64_t pos, uint32_t layer, uint32_t n,
+                            const uint32_t *ids, const float *weights);
+void k3_session_on_route(k3_session *s, k3_route_fn fn, void *user);
 
 typedef struct {
     uint64_t n_pos;          /* positions run                               */

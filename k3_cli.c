@@ -14,16 +14,19 @@
 #include "kernels.h"
 
 #include <ctype.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <json-c/json.h>
 #include <math.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -165,7 +168,8 @@ typedef struct {
     uint64_t io_depth;
     const char *mirror[K3_MAX_COPIES]; /* NULL-ended                          */
     size_t n_mirror;
-    bool no_look_ahead;
+    bool no_look_ahead, no_check, write_sums, reader;
+    const char *sums, *pins, *routing, *replay, *write_pins;
     float disk; /* GB/s                                                       */
     float lora_eps;
     uint64_t tokens;
@@ -288,11 +292,25 @@ static const cli_option OPTION[] = {
     {"--kernels-only", NULL, KIND_FLAG, AT(kernels_only), BENCH, G_MEASURE, NULL, 0, 0,
      "no model: every kernel set at K3's dimensions, against this machine's\n"
      "own read bandwidth and multiply-add peak; --threads is the most tried"},
+    {"--reader", NULL, KIND_FLAG, AT(reader), BENCH, G_MEASURE, NULL, 0, 0,
+     "before and after, read whole experts at random with O_DIRECT as fast as\n"
+     "the disk gives them; the last line compares with what the runs read"},
+    {"--reader", NULL, KIND_FLAG, AT(reader), PLAN, G_MEASURE, NULL, 0, 0,
+     "seconds for this disk: read whole experts at random, past the page\n"
+     "cache, for some ten seconds"},
+    {"--replay", "FILE", KIND_TEXT, AT(replay), BENCH, G_MEASURE, NULL, 0, 0,
+     "no model: what each policy would have had in memory of a routing trace\n"
+     "(`k3 run --trace`), for slots from 1 a layer up"},
+    {"--write-pins", "FILE", KIND_TEXT, AT(write_pins), BENCH, G_MEASURE, NULL, 0, 0,
+     "with --replay: the experts of the trace by weight, as --pins takes them"},
     {"--golden", NULL, KIND_FLAG, AT(golden), VERIFY, G_MEASURE, NULL, 0, 0,
      "after the check, run ids 3 4 5 6 7 with --lora-eps 1e-5 and compare with\n"
      "the published logits of the real weights; says how far, exit 5 if too far"},
     {"--disk", "GB/S", KIND_REAL, AT(disk), PLAN, G_MEASURE, NULL, 0, 1000,
      "seconds for a disk of this speed (default: for 3, 7 and 14)"},
+    {"--write-sums", NULL, KIND_FLAG, AT(write_sums), VERIFY, G_MEASURE, NULL, 0, 0,
+     "keep a checksum of everything that was read, beside the model or as\n"
+     "--sums says; later runs compare every read with it"},
     {"--kernels-list", NULL, KIND_FLAG, AT(kernels_list), INFO, G_MEASURE, NULL, 0, 0,
      "only the names of the kernel sets that this CPU can run, best last"},
 
@@ -306,6 +324,9 @@ static const cli_option OPTION[] = {
     {"--trace-hash", "[=FILE]", KIND_OPTIONAL, AT(trace), RUN, G_OUTPUT, NULL, 0, 0,
      "a hash for each position and layer (docs/NUMERICS.md 7) to stderr or\n"
      "FILE, to find the first layer in which two runs differ"},
+    {"--trace", "FILE", KIND_TEXT, AT(routing), RUN, G_OUTPUT, NULL, 0, 0,
+     "what the routers choose: a line for each position and layer, with ids\n"
+     "and weights; for `k3 bench --replay`"},
     {"-q", NULL, KIND_FLAG, AT(quiet), ANY, G_OUTPUT, NULL, 0, 0,
      "no notes, no statistics; errors still speak"},
     {"-v", NULL, KIND_FLAG, AT(verbose), RUN, G_OUTPUT, NULL, 0, 0,
@@ -324,7 +345,7 @@ static const cli_option OPTION[] = {
     {"--threads", "N", KIND_COUNT, AT(threads), RUN | BENCH | VERIFY | PLAN, G_MODEL, "0", 0, 1024,
      "0 is one for each core this process may use"},
     {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | BENCH | PLAN, G_MODEL, "0", 0, 4096,
-     "most prompt positions computed together; 0 is 64, or less where\n"
+     "most prompt positions computed together; 0 is 512, or less where\n"
      "memory is scarce"},
     {"--kernels", "NAME", KIND_TEXT, AT(kernels), RUN | BENCH | VERIFY, G_MODEL, NULL, 0, 0,
      "ref, avx2, avx512 or neon: same bits, other speed (default: the best\n"
@@ -333,19 +354,27 @@ static const cli_option OPTION[] = {
      "epsilon of the two low-rank norms of attention; other engines and the\n"
      "published logits use 1e-5"},
 
-    {"--mirror", "DIR", KIND_MIRROR, 0, RUN | BENCH, G_DISK, NULL, 0, 0,
+    {"--mirror", "DIR", KIND_MIRROR, 0, RUN | BENCH | VERIFY, G_DISK, NULL, 0, 0,
      "copies of some or all shards, on another drive, read as well; one that\n"
      "fails is dropped (repeatable)"},
-    {"--io", "auto|pool|uring", KIND_CHOICE, AT(io), RUN | BENCH, G_DISK, "auto", 0, 0,
+    {"--io", "auto|pool|uring", KIND_CHOICE, AT(io), RUN | BENCH | VERIFY, G_DISK, "auto", 0, 0,
      "threads in pread, or io_uring; auto: a short probe says"},
-    {"--direct", "auto|on|off", KIND_CHOICE, AT(direct), RUN | BENCH, G_DISK, "auto", 0, 0,
+    {"--direct", "auto|on|off", KIND_CHOICE, AT(direct), RUN | BENCH | VERIFY, G_DISK, "auto", 0, 0,
      "past the page cache (O_DIRECT); auto: if a probe says it is faster"},
-    {"--io-depth", "N", KIND_COUNT, AT(io_depth), RUN | BENCH, G_DISK, "0", 0, 64,
+    {"--io-depth", "N", KIND_COUNT, AT(io_depth), RUN | BENCH | VERIFY, G_DISK, "0", 0, 64,
      "reads in flight; 0: as the probe says"},
     {"--policy", "rank|lru", KIND_CHOICE, AT(policy), RUN | BENCH, G_DISK, "rank", 0, 0,
      "which expert makes room: least router weight or least recently used"},
     {"--no-look-ahead", NULL, KIND_FLAG, AT(no_look_ahead), RUN | BENCH, G_DISK, NULL, 0, 0,
      "do not read the next layer's likely experts"},
+    {"--pins", "FILE", KIND_TEXT, AT(pins), RUN | BENCH | PLAN, G_DISK, NULL, 0, 0,
+     "experts to read at the start and keep, `layer expert` a line, the most\n"
+     "wanted first"},
+    {"--sums", "FILE", KIND_TEXT, AT(sums), RUN | BENCH | VERIFY, G_DISK, NULL, 0, 0,
+     "checksums made by `k3 verify --write-sums` (default: k3.sums in the\n"
+     "model directory, if it is there)"},
+    {"--no-check", NULL, KIND_FLAG, AT(no_check), RUN | BENCH, G_DISK, NULL, 0, 0,
+     "do not compare what is read with checksums"},
 };
 
 /* `given` has a bit for each row. */
@@ -898,6 +927,18 @@ static int model_find(const cli_args *a, const char **dir) {
 }
 
 /* The engine's options as the command line has them; notes and progress go to `con`. */
+/* A line such as "VmHWM:  1234 kB" of a file in /proc, as bytes; 0 where there is none. */
+static uint64_t proc_bytes(const char *path, const char *key) {
+    unsigned long long kib = 0;
+    char line[128];
+    size_t n = strlen(key);
+    FILE *f = fopen(path, "r");
+    while (f && fgets(line, sizeof line, f))
+        if (strncmp(line, key, n) == 0 && sscanf(line + n, ": %llu", &kib) == 1) break;
+    if (f) fclose(f);
+    return (uint64_t)kib * 1024;
+}
+
 static k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     k3_options o;
     k3_options_default(&o);
@@ -913,6 +954,9 @@ static k3_options engine_options(const cli_args *a, const char *dir, console *co
     o.io_depth = (int)a->io_depth;
     o.policy = (k3_policy)a->policy;
     o.no_look_ahead = a->no_look_ahead;
+    o.sums = a->sums;
+    o.pins = a->pins;
+    o.no_check = a->no_check || a->write_sums;
     if (is_given(a, "--lora-eps")) o.eps_lora = a->lora_eps;
     if (a->golden) o.eps_lora = 1e-5f;
     o.note = console_note;
@@ -951,8 +995,9 @@ static void plan_say(const k3_engine *e) {
         fmt_bytes(ram, p->ram_bytes), fmt_bytes(kept, p->resident_bytes),
         fmt_bytes(streamed, p->streamed_bytes), (unsigned)p->chunk, (unsigned)p->n_slots,
         fmt_bytes(slots, p->slot_bytes * p->n_slots), (unsigned)p->quota);
-    say("disk: %s%s, depth %d, %s", p->is_uring ? "io_uring" : "pread pool",
-        p->is_direct ? ", direct" : "", p->io_depth, speed);
+    say("disk: %s%s, depth %d, %s%s", p->is_uring ? "io_uring" : "pread pool",
+        p->is_direct ? ", direct" : "", p->io_depth, speed,
+        p->has_sums ? ", every read checked" : "");
 }
 
 /* Open the tokenizer. Ids can do without one (checkpoints made for tests have none): then
@@ -1088,7 +1133,7 @@ typedef struct {
     blob text;              /* all text so far                                */
     size_t cap_text, n_out; /* of which n_out bytes were written              */
     k3_utf8 utf8;
-    outfile dump, trace;
+    outfile dump, trace, routing;
     uint64_t trace_fnv;
     uint64_t load_ns, prompt_ns, gen_ns; /* gen: n_step ids run after the prompt */
     uint64_t n_step;
@@ -1098,6 +1143,9 @@ typedef struct {
     bool says_disk;                /* plan and statistics of the disk                       */
 } run_state;
 
+/* The first line of a routing trace: layers, experts, top_k, bytes of one expert. */
+#define REPLAY_HEAD "k3-routing 1 %u %u %u %llu\n"
+
 /* The hash of one position and layer, to the trace and into trace_fnv. */
 static void run_trace(void *user, uint64_t pos, uint32_t layer, uint64_t fnv) {
     run_state *r = user;
@@ -1105,6 +1153,15 @@ static void run_trace(void *user, uint64_t pos, uint32_t layer, uint64_t fnv) {
     if (!r->trace.f) console_clear(&r->con);
     fprintf(r->trace.f ? r->trace.f : stderr, "trace %llu %u %016llx\n", (unsigned long long)pos,
             (unsigned)layer, (unsigned long long)fnv);
+}
+
+/* What a router chose, to the routing trace: position, layer, id:weight ... */
+static void run_route(void *user, uint64_t pos, uint32_t layer, uint32_t n, const uint32_t *ids,
+                      const float *weights) {
+    FILE *f = ((run_state *)user)->routing.f;
+    fprintf(f, "%llu %u", (unsigned long long)pos, (unsigned)layer);
+    for (uint32_t i = 0; i < n; i++) fprintf(f, " %u:%.6g", (unsigned)ids[i], (double)weights[i]);
+    putc('\n', f);
 }
 
 /* Bytes at the end of p[0, n) that could be the start of `stop`. */
@@ -1304,6 +1361,7 @@ static int run_open(run_state *r) {
     if (rc == DONE) rc = run_context(r, &context);
     if (rc == DONE && a->dump_logits) rc = outfile_open(&r->dump, a->dump_logits);
     if (rc == DONE && a->trace && a->trace[0]) rc = outfile_open(&r->trace, a->trace);
+    if (rc == DONE && a->routing) rc = outfile_open(&r->routing, a->routing);
     if (rc != DONE) return rc;
     signals_catch();
     uint64_t start = clock_ns();
@@ -1323,6 +1381,12 @@ static int run_open(run_state *r) {
     r->says_disk = a->verbose || (is_streaming(r->e) && !a->quiet);
     if (r->says_disk) plan_say(r->e);
     if (a->trace) k3_session_trace(r->line.s, run_trace, r);
+    if (a->routing) {
+        const k3_shape *sh = k3_engine_shape(r->e);
+        fprintf(r->routing.f, REPLAY_HEAD, (unsigned)sh->n_layers, (unsigned)sh->n_experts,
+                (unsigned)sh->top_k, (unsigned long long)sh->expert_bytes);
+        k3_session_on_route(r->line.s, run_route, r);
+    }
     r->trace_fnv = K3_FNV_BASIS;
     return rc;
 }
@@ -1384,6 +1448,8 @@ static int run_step(run_state *r, uint32_t id) {
     if (status < 0) return fail_status(status, &err);
     r->n_step++;
     if (r->trace.f && ferror(r->trace.f)) return fail(FAIL_IO, "%s: write error", r->trace.path);
+    if (r->routing.f && ferror(r->routing.f))
+        return fail(FAIL_IO, "%s: write error", r->routing.path);
     return r->dump.f ? outfile_write(&r->dump, r->line.row, r->line.n_vocab * sizeof(float)) : DONE;
 }
 
@@ -1459,11 +1525,13 @@ static void json_put_count(json_object *o, const char *key, uint64_t n) {
 static void json_put_disk(json_object *o, const run_state *r) {
     k3_stats st = timeline_stats(&r->line, &r->line.before);
     json_put_count(o, "ram_bytes", k3_engine_plan(r->e)->ram_bytes);
+    json_put_count(o, "peak_bytes", proc_bytes("/proc/self/status", "VmHWM"));
     json_put_count(o, "resident_bytes", st.resident_bytes);
     json_put_count(o, "load_bytes", r->line.before.read_bytes);
     json_put_count(o, "read_bytes", st.read_bytes);
     json_put_real(o, "stall_s", (double)st.stall_ns * 1e-9);
     json_put_count(o, "expert_uses", st.expert_uses);
+    json_put_count(o, "expert_loads", st.expert_loads);
     json_put_count(o, "expert_hits", st.expert_hits);
     json_put_count(o, "guesses", st.guesses);
     json_put_count(o, "guess_hits", st.guess_hits);
@@ -1572,8 +1640,9 @@ static int cmd_run(const cli_args *a) {
     else if (a->save && keep)
         say("interrupted: %s was not written", a->save);
     int dumped = outfile_close(&r.dump, keep), traced = outfile_close(&r.trace, keep);
+    int routed = outfile_close(&r.routing, keep);
     run_close(&r);
-    return rc != DONE ? rc : dumped != DONE ? dumped : traced;
+    return rc != DONE ? rc : dumped != DONE ? dumped : traced != DONE ? traced : routed;
 }
 
 /* ==== 7. Text and ids: tokenize ======================================================
@@ -1670,6 +1739,16 @@ done:
  * the same work was done. The `# total` row hashes the logits_fnv of all rows, in order,
  * as little-endian u64: that is the number --expect takes.
  */
+/* Files read at random in blocks: the yardstick of --reader. */
+typedef struct {
+    int *fd;
+    uint64_t *n_block; /* blocks of each file */
+    size_t n_file, block;
+    uint64_t n_all;
+    int best_depth;
+    double before, after; /* bytes per second */
+} reader;
+
 typedef struct {
     const cli_args *a;
     const char *dir;
@@ -1679,6 +1758,9 @@ typedef struct {
     timeline line;
     id_list *prompt;
     size_t n_prompt;
+    reader reader;
+    double run_s, stall_s; /* of all runs together */
+    uint64_t run_bytes;
 } bench_state;
 
 typedef struct {
@@ -1875,7 +1957,291 @@ static int bench_all(bench_state *b, uint64_t *logits_fnv) {
         n_step += steps;
     }
     *logits_fnv = total.logits_fnv;
+    b->run_s = total.in_s + total.out_s;
+    b->stall_s = total.stall_s;
+    b->run_bytes = total.read_bytes;
     return bench_row(b, "# total", &total, n_step);
+}
+
+/* ---- a routing trace, replayed ----
+ *
+ * `k3 bench --replay FILE`: hits of the two slot policies on recorded choices, line by line, each
+ * layer on its own, as the engine's store does in decode: what was chosen is in memory or is
+ * read; at the end of the layer what is over the quota goes, the coldest first. */
+#define REPLAY_DECAY 0.9f /* as in the engine's store */
+
+typedef struct {
+    uint32_t pos, layer, n;
+    uint32_t id[K3_MAX_TOP_K];
+    float w[K3_MAX_TOP_K];
+} replay_line;
+
+typedef struct {
+    unsigned n_layers, n_experts, top_k;
+    unsigned long long expert_bytes;
+    replay_line *line;
+    size_t n;
+} replay_trace;
+
+static int replay_parse(replay_trace *t, const char *path, char *text, size_t i_line) {
+    replay_line *l = &t->line[t->n];
+    unsigned long long v[2];
+    char *at = text;
+    for (int i = 0; i < 2; i++) {
+        char *from = at;
+        v[i] = strtoull(from, &at, 10);
+        if (at == from)
+            return fail(FAIL_USAGE, "%s: line %zu: no position and layer", path, i_line);
+    }
+    if (v[1] >= t->n_layers)
+        return fail(FAIL_USAGE, "%s: line %zu: layer %llu", path, i_line, v[1]);
+    *l = (replay_line){.pos = (uint32_t)v[0], .layer = (uint32_t)v[1]};
+    while (*at == ' ' && l->n < K3_MAX_TOP_K) {
+        char *from = at, *colon;
+        unsigned long long id = strtoull(from, &colon, 10);
+        if (colon == from || *colon != ':' || id >= t->n_experts)
+            return fail(FAIL_USAGE, "%s: line %zu: not expert:weight", path, i_line);
+        l->id[l->n] = (uint32_t)id;
+        l->w[l->n++] = strtof(colon + 1, &at);
+    }
+    if (*at && *at != '\n') return fail(FAIL_USAGE, "%s: line %zu: too many experts", path, i_line);
+    t->n++;
+    return DONE;
+}
+
+static int replay_read(replay_trace *t, const char *path) {
+    blob file = {NULL, 0};
+    int rc = blob_read(&file, path), n_head = 0;
+    size_t n_line = 0;
+    if (rc != DONE) return rc;
+    for (size_t i = 0; i < file.n; i++) n_line += file.p[i] == '\n';
+    char *end = file.n ? memchr(file.p, '\n', file.n) : NULL;
+    if (end) *end = 0;
+    if (!end ||
+        sscanf(file.p, "k3-routing 1 %u %u %u %llu%n", &t->n_layers, &t->n_experts, &t->top_k,
+               &t->expert_bytes, &n_head) != 4 ||
+        t->n_layers > K3_MAX_LAYERS || t->n_experts > 65535) {
+        rc = fail(FAIL_USAGE, "%s: no routing trace; make one with `k3 run --trace FILE`", path);
+    } else if (!(t->line = malloc((n_line + 1) * sizeof *t->line))) {
+        rc = fail_memory("the trace", (n_line + 1) * sizeof *t->line);
+    }
+    for (size_t i_line = 2; rc == DONE && end && end + 1 < file.p + file.n; i_line++) {
+        char *from = end + 1;
+        end = memchr(from, '\n', (size_t)(file.p + file.n - from));
+        if (!end)
+            rc = fail(FAIL_USAGE, "%s: line %zu is cut short", path, i_line);
+        else if ((*end = 0, *from))
+            rc = replay_parse(t, path, from, i_line);
+    }
+    if (rc == DONE && t->n == 0) rc = fail(FAIL_USAGE, "%s: no choices in it", path);
+    free(file.p);
+    return rc;
+}
+
+/* One expert of one layer. */
+typedef struct {
+    float heat;
+    uint32_t tick;
+    bool is_held;
+} replay_slot;
+
+/* Hits with `quota` slots a layer. `slot` is [n_layers][n_experts], cleared here. */
+static uint64_t replay_hits(const replay_trace *t, k3_policy policy, uint32_t quota,
+                            replay_slot *slot) {
+    uint64_t n_hit = 0;
+    memset(slot, 0, (size_t)t->n_layers * t->n_experts * sizeof *slot);
+    for (size_t i = 0; i < t->n; i++) {
+        const replay_line *l = &t->line[i];
+        replay_slot *s = slot + (size_t)l->layer * t->n_experts;
+        uint32_t n_held = 0;
+        for (uint32_t ie = 0; ie < t->n_experts; ie++)
+            s[ie].heat = s[ie].is_held ? s[ie].heat * REPLAY_DECAY : 0.0f;
+        for (uint32_t k = 0; k < l->n; k++) {
+            n_hit += s[l->id[k]].is_held;
+            s[l->id[k]].is_held = true;
+            s[l->id[k]].heat += l->w[k];
+            s[l->id[k]].tick = (uint32_t)i + 1;
+        }
+        for (uint32_t ie = 0; ie < t->n_experts; ie++) n_held += s[ie].is_held;
+        for (; n_held > quota; n_held--) {
+            replay_slot *cold = NULL;
+            for (uint32_t ie = 0; ie < t->n_experts; ie++)
+                if (s[ie].is_held && (!cold || (policy == K3_POLICY_LRU ? s[ie].tick < cold->tick
+                                                                        : s[ie].heat < cold->heat)))
+                    cold = &s[ie];
+            cold->is_held = false;
+        }
+    }
+    return n_hit;
+}
+
+/* Experts by the sum of their weights, those never chosen left out. */
+typedef struct {
+    uint32_t layer, ie;
+    double weight;
+} replay_pin;
+
+static int compare_pins(const void *a, const void *b) {
+    const replay_pin *x = a, *y = b;
+    if (x->weight != y->weight) return x->weight < y->weight ? 1 : -1;
+    if (x->layer != y->layer) return x->layer < y->layer ? -1 : 1;
+    return x->ie < y->ie ? -1 : x->ie > y->ie;
+}
+
+static int replay_write_pins(const replay_trace *t, const char *path) {
+    size_t n = (size_t)t->n_layers * t->n_experts;
+    outfile out = {0};
+    replay_pin *pin = calloc(n, sizeof *pin);
+    if (!pin) return fail_memory("the pins", n * sizeof *pin);
+    for (size_t i = 0; i < n; i++) {
+        pin[i].layer = (uint32_t)(i / t->n_experts);
+        pin[i].ie = (uint32_t)(i % t->n_experts);
+    }
+    for (size_t i = 0; i < t->n; i++)
+        for (uint32_t k = 0; k < t->line[i].n; k++)
+            pin[(size_t)t->line[i].layer * t->n_experts + t->line[i].id[k]].weight +=
+                (double)t->line[i].w[k];
+    qsort(pin, n, sizeof *pin, compare_pins);
+    int rc = outfile_open(&out, path);
+    for (size_t i = 0; rc == DONE && i < n && pin[i].weight > 0; i++)
+        fprintf(out.f, "%u %u %.6g\n", (unsigned)pin[i].layer, (unsigned)pin[i].ie, pin[i].weight);
+    free(pin);
+    if (rc != DONE) return rc;
+    if (ferror(out.f)) rc = fail(FAIL_IO, "%s: write error", path);
+    int closed = outfile_close(&out, rc == DONE);
+    return rc != DONE ? rc : closed;
+}
+
+static int bench_replay(const cli_args *a) {
+    replay_trace t = {0};
+    uint64_t n_use = 0;
+    bool is_seen[K3_MAX_LAYERS] = {false};
+    uint32_t n_moe = 0;
+    int rc = replay_read(&t, a->replay);
+    replay_slot *slot = rc == DONE ? malloc((size_t)t.n_layers * t.n_experts * sizeof *slot) : NULL;
+    if (rc == DONE && !slot) rc = fail_memory("the slots", (size_t)t.n_layers * t.n_experts);
+    for (size_t i = 0; rc == DONE && i < t.n; i++) {
+        n_use += t.line[i].n;
+        n_moe += !is_seen[t.line[i].layer];
+        is_seen[t.line[i].layer] = true;
+    }
+    if (rc == DONE)
+        puts("slots_per_layer\tbytes\tof_token\tuses\trank_hits\tlru_hits\trank_rate\tlru_rate");
+    for (uint32_t q = 1; rc == DONE && q <= t.n_experts; q += q < 4 ? 1 : q / 2) {
+        uint64_t rank = replay_hits(&t, K3_POLICY_RANK, q, slot);
+        uint64_t lru = replay_hits(&t, K3_POLICY_LRU, q, slot);
+        printf("%u\t%llu\t%.3f\t%llu\t%llu\t%llu\t%.4f\t%.4f\n", (unsigned)q,
+               (unsigned long long)q * n_moe * t.expert_bytes, (double)q / t.top_k,
+               (unsigned long long)n_use, (unsigned long long)rank, (unsigned long long)lru,
+               share(rank, n_use), share(lru, n_use));
+    }
+    if (rc == DONE && fflush(stdout) != 0) rc = fail_stdout(errno);
+    if (rc == DONE && a->write_pins) rc = replay_write_pins(&t, a->write_pins);
+    free(slot);
+    free(t.line);
+    return rc;
+}
+
+/* ---- a plain reader ----
+ *
+ * `k3 bench --reader`: what the disk gives to a program that does nothing else. Threads read blocks
+ * of one expert's size at random places of the shards, past the page cache. The best depth is
+ * looked for first; it is measured again when the runs are over. */
+#define READER_SECONDS 2.0
+#define READER_DEPTH 32
+
+typedef struct {
+    const reader *r;
+    uint64_t seed, bytes, end_ns;
+    int why;
+} reader_thread;
+
+static void *reader_main(void *arg) {
+    reader_thread *t = arg;
+    const reader *r = t->r;
+    void *buf = NULL;
+    if (posix_memalign(&buf, 4096, r->block) != 0) {
+        t->why = ENOMEM;
+        return NULL;
+    }
+    while (clock_ns() < t->end_ns && t->why == 0) {
+        t->seed = t->seed * 6364136223846793005u + 1442695040888963407u;
+        uint64_t at = (t->seed >> 20) % r->n_all;
+        size_t i = 0;
+        for (; at >= r->n_block[i]; i++) at -= r->n_block[i];
+        ssize_t got = pread(r->fd[i], buf, r->block, (off_t)(at * r->block));
+        if (got < 0 && errno != EINTR) t->why = errno;
+        if (got > 0) t->bytes += (uint64_t)got;
+    }
+    free(buf);
+    return NULL;
+}
+
+/* Bytes per second at this depth, 0 when a read fails. */
+static double reader_measure(const reader *r, int depth) {
+    pthread_t id[READER_DEPTH];
+    reader_thread t[READER_DEPTH];
+    uint64_t start = clock_ns(), bytes = 0;
+    int n = 0;
+    bool is_bad = false;
+    for (; n < depth; n++) {
+        t[n] = (reader_thread){r, start + (uint64_t)n * 7919, 0, 0, 0};
+        t[n].end_ns = start + (uint64_t)(READER_SECONDS * 1e9);
+        if (pthread_create(&id[n], NULL, reader_main, &t[n]) != 0) break;
+    }
+    for (int i = 0; i < n; i++) {
+        pthread_join(id[i], NULL);
+        bytes += t[i].bytes;
+        is_bad = is_bad || t[i].why != 0;
+    }
+    return is_bad || n < depth ? 0 : 1e9 * (double)bytes / (double)(clock_ns() - start);
+}
+
+static void reader_close(reader *r) {
+    for (size_t i = 0; i < r->n_file; i++) close(r->fd[i]);
+    free(r->fd);
+    free(r->n_block);
+}
+
+/* All shards of `dir`, for blocks of `block` bytes. */
+static int reader_open(reader *r, const char *dir, uint64_t block) {
+    char path[4352];
+    struct dirent *d;
+    DIR *list = opendir(dir);
+    if (!list) return fail(FAIL_IO, "%s: %s", dir, strerror(errno));
+    r->block = (size_t)(block + 4095) / 4096 * 4096;
+    while ((d = readdir(list))) {
+        size_t n = strlen(d->d_name);
+        struct stat st;
+        if (n < 12 || strcmp(d->d_name + n - 12, ".safetensors") != 0) continue;
+        snprintf(path, sizeof path, "%s/%s", dir, d->d_name);
+        int fd = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
+        int *more = realloc(r->fd, (r->n_file + 1) * sizeof *more);
+        if (more) r->fd = more;
+        uint64_t *counts = realloc(r->n_block, (r->n_file + 1) * sizeof *counts);
+        if (counts) r->n_block = counts;
+        if (fd < 0 || !more || !counts || fstat(fd, &st) != 0) {
+            closedir(list);
+            return fail(FAIL_IO, "--reader: %s: %s", path, strerror(errno));
+        }
+        r->fd[r->n_file] = fd;
+        r->n_block[r->n_file] = (uint64_t)st.st_size / r->block;
+        r->n_all += r->n_block[r->n_file++];
+    }
+    closedir(list);
+    return r->n_all ? DONE
+                    : fail(FAIL_USAGE, "--reader: %s has no block of %zu bytes", dir, r->block);
+}
+
+/* The best depth and its speed. */
+static int reader_find(reader *r) {
+    for (int depth = 1; depth <= READER_DEPTH; depth *= 2) {
+        double speed = reader_measure(r, depth);
+        if (speed <= r->before) continue;
+        r->before = speed;
+        r->best_depth = depth;
+    }
+    return r->before > 0 ? DONE : fail(FAIL_IO, "--reader: this file system has no direct reads");
 }
 
 /* ---- kernels only ----
@@ -1927,16 +2293,10 @@ static uint64_t bench_mix(uint64_t i) {
     return z ^ (z >> 31);
 }
 
-/* What can be taken without swapping: Linux says it in /proc/meminfo, else half of all. */
+/* What can be taken without swapping: Linux says it, else half of all. */
 static uint64_t bench_free_bytes(void) {
-    unsigned long long kib = 0;
-    char line[128];
-    FILE *f = fopen("/proc/meminfo", "r");
-    while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "MemAvailable: %llu", &kib) == 1) break;
-    if (f) fclose(f);
-    if (kib) return (uint64_t)kib * 1024;
-    return (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2;
+    uint64_t n = proc_bytes("/proc/meminfo", "MemAvailable");
+    return n ? n : (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2;
 }
 
 static const k3_kernels *bench_table(const char *name) {
@@ -2168,6 +2528,36 @@ static int bench_kernels(int max_threads, const char *only, FILE *out) {
     return K3_OK;
 }
 
+static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con);
+
+/* The reader before the engine is there: its buffers are gone then. */
+static int bench_reader(bench_state *b) {
+    k3_engine *e = NULL;
+    int rc = model_find(b->a, &b->dir);
+    if (rc == DONE) rc = engine_open_headers(&e, b->a, b->dir, &b->con);
+    if (rc != DONE) return rc;
+    uint64_t block = k3_engine_shape(e)->expert_bytes;
+    k3_engine_close(e);
+    rc = reader_open(&b->reader, b->dir, block ? block : 1 << 20);
+    return rc == DONE ? reader_find(&b->reader) : rc;
+}
+
+/* And after the runs; the mean of both is what they are compared with. */
+static int bench_reader_row(bench_state *b) {
+    reader *r = &b->reader;
+    double runs = b->run_s > 0 ? (double)b->run_bytes / b->run_s : 0;
+    timeline_close(&b->line);
+    k3_engine_close(b->e);
+    b->e = NULL;
+    memset(&b->line, 0, sizeof b->line);
+    r->after = reader_measure(r, r->best_depth);
+    printf("# reader: depth %d, %.3f GB/s before, %.3f after; the runs read %.3f GB/s, %.3f of it; "
+           "stalled %.3f of their time\n",
+           r->best_depth, r->before * 1e-9, r->after * 1e-9, runs * 1e-9,
+           runs / ((r->before + r->after) / 2), b->run_s > 0 ? b->stall_s / b->run_s : 0);
+    return fflush(stdout) == 0 ? DONE : fail_stdout(errno);
+}
+
 static int cmd_bench(const cli_args *a) {
     bench_state b;
     uint64_t logits_fnv = 0;
@@ -2179,11 +2569,15 @@ static int cmd_bench(const cli_args *a) {
                     "bench --kernels-only: --kernels %s cannot run here; `k3 info` lists what can",
                     a->kernels ? a->kernels : "");
     }
+    if (a->replay) return bench_replay(a);
+    if (a->write_pins) return fail(FAIL_USAGE, "--write-pins needs --replay FILE");
     memset(&b, 0, sizeof b);
     b.a = a;
     console_init(&b.con, a);
-    int rc = bench_open(&b);
+    int rc = a->reader ? bench_reader(&b) : DONE;
+    if (rc == DONE) rc = bench_open(&b);
     if (rc == DONE) rc = bench_all(&b, &logits_fnv);
+    if (rc == DONE && a->reader) rc = bench_reader_row(&b);
     if (rc == DONE && is_given(a, "--expect") && logits_fnv != a->expect)
         rc = fail(FAIL_CHECK, "--expect: logits_fnv is %016llx, not %016llx",
                   (unsigned long long)logits_fnv, (unsigned long long)a->expect);
@@ -2192,6 +2586,7 @@ static int cmd_bench(const cli_args *a) {
     k3_tokenizer_close(b.t);
     for (size_t i = 0; i < b.n_prompt; i++) free(b.prompt[i].id);
     free(b.prompt);
+    reader_close(&b.reader);
     return rc;
 }
 
@@ -2299,15 +2694,19 @@ static int cmd_verify(const cli_args *a) {
             GOLDEN_LAYERS, GOLDEN_VOCAB, (unsigned)s->n_layers, (unsigned)s->vocab_size);
         goto done;
     }
-    int64_t n = k3_engine_verify(e, &err);
+    int64_t n = a->write_sums ? k3_engine_write_sums(e, &err) : k3_engine_verify(e, &err);
     console_clear(&con);
     if (n < 0) {
         rc = fail_status((int)n, &err);
         goto done;
     }
-    printf("%s: headers, %lld of %llu experts (%s) and the trunk (%s) read and checked: no fault\n",
-           dir, (long long)n, (unsigned long long)expert_count(s),
-           fmt_bytes(experts, (uint64_t)n * s->expert_bytes), fmt_bytes(trunk, s->trunk_bytes));
+    printf(
+        "%s: headers, %lld of %llu experts (%s) and the trunk (%s) read and checked%s: no fault\n",
+        dir, (long long)n, (unsigned long long)expert_count(s),
+        fmt_bytes(experts, (uint64_t)n * s->expert_bytes), fmt_bytes(trunk, s->trunk_bytes),
+        k3_engine_plan(e)->has_sums ? ", sums too"
+        : a->write_sums             ? ", sums written"
+                                    : "");
     if (fflush(stdout) != 0) rc = fail_stdout(errno);
     if (rc == DONE && a->golden) rc = verify_golden(a, dir, &con);
 done:
@@ -2323,15 +2722,17 @@ static void plan_row(const char *name, uint64_t n_bytes, const char *note) {
 
 /* The split. `p` is a plan that works: at the floor when what was asked is below it. */
 static void plan_split(const k3_plan *p, const k3_shape *s, uint64_t asked, bool is_default) {
-    char cache[64], scratch[64], slots[96];
+    char cache[64], scratch[64], slots[128];
     uint64_t n_streamed = p->streamed_bytes, slots_bytes = p->slot_bytes * p->n_slots;
     uint64_t sum = p->session_bytes + p->snapshot_bytes + p->vector_bytes + p->scratch_bytes +
                    p->resident_bytes + p->ring_bytes + slots_bytes;
     snprintf(cache, sizeof cache, "%llu positions, with their ids", (unsigned long long)p->context);
     snprintf(scratch, sizeof scratch, "%u positions computed together", (unsigned)p->chunk);
-    snprintf(slots, sizeof slots, "%u of %llu experts, %u for each of %llu layers",
-             (unsigned)p->n_slots, (unsigned long long)expert_count(s), (unsigned)p->quota,
-             (unsigned long long)moe_layers(s));
+    int n = snprintf(slots, sizeof slots, "%u of %llu experts, %u for each of %llu layers",
+                     (unsigned)p->n_slots, (unsigned long long)expert_count(s), (unsigned)p->quota,
+                     (unsigned long long)moe_layers(s));
+    if (p->n_pinned)
+        snprintf(slots + n, sizeof slots - (size_t)n, ", %u pinned", (unsigned)p->n_pinned);
     plan_row("budget", asked, is_default ? "what is free, less 1/16" : "--ram");
     plan_row("floor", p->floor_bytes, "the least that this context can run in");
     if (asked < p->floor_bytes) puts("\nat the floor");
@@ -2383,7 +2784,7 @@ static void plan_reads(const k3_plan *p, const k3_shape *s, float disk) {
                  (unsigned long long)n_experts);
     plan_row("a token reads", n_bytes, note);
     for (size_t i = 0; n_bytes && i < (disk > 0 ? 1 : COUNT(usual)); i++)
-        printf("  at %2g GB/s %20.3f s a token at most, where the disk is what takes time\n",
+        printf("  at %.3g GB/s %18.3f s a token at most, where the disk is what takes time\n",
                speed[i], (double)n_bytes * 1e-9 / speed[i]);
     plan_next_gb(p, s);
 }
@@ -2413,6 +2814,20 @@ static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console 
     return status < 0 ? fail_status(status, &err) : DONE;
 }
 
+/* The disk's own speed, for --reader. */
+static int plan_measure(const char *dir, uint64_t expert_bytes, float *gb_per_s) {
+    reader r = {0};
+    int rc = reader_open(&r, dir, expert_bytes ? expert_bytes : 1 << 20);
+    if (rc == DONE) rc = reader_find(&r);
+    if (rc == DONE) {
+        printf("\nthis disk            %.2f GB/s, %d reads in flight\n", r.before * 1e-9,
+               r.best_depth);
+        *gb_per_s = (float)(r.before * 1e-9);
+    }
+    reader_close(&r);
+    return rc;
+}
+
 static int cmd_plan(const cli_args *a) {
     k3_engine *e = NULL;
     console con;
@@ -2426,8 +2841,10 @@ static int cmd_plan(const cli_args *a) {
     if (rc != DONE) return rc;
     const k3_plan *p = k3_engine_plan(e);
     plan_split(p, k3_engine_shape(e), asked, !a->ram);
-    plan_reads(p, k3_engine_shape(e), a->disk);
-    if (fflush(stdout) != 0) rc = fail_stdout(errno);
+    float disk = a->disk;
+    if (a->reader) rc = plan_measure(dir, k3_engine_shape(e)->expert_bytes, &disk);
+    plan_reads(p, k3_engine_shape(e), disk);
+    if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);
     if (rc == DONE && asked < p->floor_bytes)
         rc = fail(FAIL_BUDGET,
                   "a budget of %llu bytes is below the floor of this model with a context of %llu: "
@@ -2746,8 +3163,17 @@ static void stdio_guard(void) {
             abort();
 }
 
+/* Each shard of each copy is open twice: as many files as the system lets this process have. */
+static void files_allow(void) {
+    struct rlimit r;
+    if (getrlimit(RLIMIT_NOFILE, &r) != 0 || r.rlim_cur == r.rlim_max) return;
+    r.rlim_cur = r.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &r); /* if not, opening says which file was one too many */
+}
+
 int main(int argc, char **argv) {
     stdio_guard();
+    files_allow();
     signal(SIGPIPE, SIG_IGN);
     int rc = dispatch(argc, argv);
     if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);

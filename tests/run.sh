@@ -58,6 +58,7 @@ for target in text config header index state; do replay $target; done
 run tests/test_cli.sh
 # shellcheck disable=SC2086
 run tests/test_cache.sh $quick
+run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
 if [ -z "$quick" ]; then
     run tests/test_example.sh
     run tests/test_builds.sh

@@ -368,6 +368,11 @@ check "plan at the floor" 0 "" "$K3" plan -q --threads 2 --ram "$floor" --disk 6
 expect "plan at the floor: budget" "$(awk '/^budget/ {print $4}' "$T/out")" "$floor"
 expect "plan: the parts are the budget" "$(awk '/^  [a-z]/ && !/GB.s/ {for (i = 2; i < NF; i++) if ($i ~ /^([KMGT]i)?B$/) {sum += $(i + 1); break}} END {print sum}' "$T/out")" "$floor"
 grep -q "at 6.3 GB/s" "$T/out" && pass "plan --disk" || fail "plan --disk" "$(cat "$T/out")"
+"$K3" plan -q --reader >"$T/out" 2>"$T/err" # no disk in a container's memory: an error that says so
+case $? in
+0) grep -q "^this disk .*GB/s" "$T/out" && pass "plan --reader" || fail "plan --reader" "$(cat "$T/out")" ;;
+*) grep -q -- "--reader: " "$T/err" && skip "plan --reader" "$(cat "$T/err")" || fail "plan --reader" "$(cat "$T/err")" ;;
+esac
 check "plan below the floor" 4 "below the floor.*$floor bytes" "$K3" plan -q --threads 2 --ram $((floor - 1))
 expect "plan below the floor: the table" "$(awk '/^floor/ {print $4} /^at the floor/ {print "shown"}' "$T/out" | xargs)" "$floor shown"
 check "plan far below the floor" 4 "below the floor.*$floor bytes" "$K3" plan -q --threads 2 --ram 1M
@@ -491,6 +496,63 @@ else
 fi
 "$K3" run --threads 2 --ram "$floor" --no-stop --tokens 200 "$PARIS" >"$T/out" 2>"$T/err"
 grep -q "$(printf '\033')" "$T/err" && fail "no progress without a terminal" "it is there" || pass "no progress without a terminal"
+
+# ---- Sums, pins, routing traces -----------------------------------------------------------
+
+cp -r "$DEMO" "$T/model"
+check "verify --write-sums" 0 "" "$K3" verify -q --write-sums --model "$T/model"
+grep -q "sums written" "$T/out" && [ -s "$T/model/k3.sums" ] && pass "sums beside the model" || fail "sums beside the model" "none"
+check "verify with sums" 0 "" "$K3" verify -q --model "$T/model" --mirror "$DEMO"
+grep -q "sums too" "$T/out" && pass "verify says so" || fail "verify says so" "$(cat "$T/out")"
+check "run with sums" 0 "logits_fnv e872884d0510aac5" "$K3" run --model "$T/model" "$PARIS"
+printf '\001' | dd of="$T/model/model-00001-of-000003.safetensors" bs=1 seek=500000 conv=notrunc 2>/dev/null
+check "a damaged byte: verify" 1 "model-00001.*offset 0x[0-9a-f]+ do not match their sum" "$K3" verify -q --model "$T/model"
+check "a damaged byte: run" 1 "model-00001.*offset 0x[0-9a-f]+ do not match their sum" "$K3" run -q --model "$T/model" "$PARIS"
+check "a damaged byte: from the mirror" 0 "logits_fnv e872884d0510aac5" "$K3" run --model "$T/model" --mirror "$DEMO" "$PARIS"
+check "a damaged byte: --no-check" 0 "" "$K3" run -q --no-check --model "$T/model" "$PARIS"
+check "sums that are not there" 1 "none.sums: No such file" "$K3" run -q --sums "$T/none.sums" "$PARIS"
+head -c 100 "$T/model/k3.sums" >"$T/short.sums"
+check "sums cut short" 3 "short.sums.*--write-sums" "$K3" run -q --sums "$T/short.sums" "$PARIS"
+check "sums that cannot be written" 1 "/proc/k3.sums.part.*--sums" "$K3" verify -q --write-sums --sums /proc/k3.sums
+rm -rf "$T/model"
+
+for ram in $(seq 48000 250 56000); do # a budget with four slots a layer
+    "$K3" plan -q --chunk 1 --ram $((ram * 1024)) | grep -q ", 4 for each" && break
+done
+check "run --trace" 0 "" "$K3" run -q --trace "$T/trace" --chunk 1 --ram $((ram * 1024)) --no-look-ahead --json --no-stop --tokens 40 "Once upon a time"
+hits=$(json expert_hits) uses=$(json expert_uses)
+expect "trace: a line for each position and layer" "$(wc -l <"$T/trace")" $(((4 + 39) * 8 + 1))
+check "bench --replay" 0 "" "$K3" bench --replay "$T/trace" --write-pins "$T/pins"
+expect "replay: the engine's own hits" "$(awk '$1 == 4 { print $4, $5 }' "$T/out")" "$uses $hits"
+expect "replay: rank beats lru below a token's experts" "$(awk '$1 <= 4 && $5 > $6' "$T/out" | wc -l)" 4
+"$K3" run -q --chunk 1 --ram $((ram * 1024)) --no-look-ahead --policy lru --json --no-stop --tokens 40 "Once upon a time" >"$T/out"
+lru=$(json expert_hits)
+[ "$lru" -lt "$hits" ] && pass "rank beats lru" || fail "rank beats lru" "$hits, $lru"
+"$K3" bench --replay "$T/trace" >"$T/out"
+expect "replay: the engine's own hits, lru" "$(awk '$1 == 4 { print $6 }' "$T/out")" "$lru"
+check "pins" 0 "logits_fnv e872884d0510aac5" "$K3" run --pins "$T/pins" --ram $((ram * 1024)) "$PARIS"
+grep -q "pins: the first [0-9]* of [0-9]* fit" "$T/err" && pass "pins that do not fit" || fail "pins that do not fit" "no note"
+head -5 "$T/pins" >"$T/few"
+check "a few pins" 0 "logits_fnv e872884d0510aac5" "$K3" run --pins "$T/few" --ram $((ram * 1024)) "$PARIS"
+printf '# hot\n\n1 2\n1 2 0.5\n  8 31\t7\n' >"$T/few"
+check "pins: comments, doubles, weights" 0 "logits_fnv e872884d0510aac5" "$K3" run --pins "$T/few" --ram $((ram * 1024)) "$PARIS"
+i=0
+for line in "1" "x 1" "1 x" "1 -2" "0 1" "9 1" "1 32" "1 2x" "99999999999999999999 1"; do
+    printf '1 1\n%s\n' "$line" >"$T/bad"
+    i=$((i + 1))
+    check "bad pins $i" 2 "bad: line 2: " "$K3" run -q --pins "$T/bad" "$PARIS"
+done
+check "pins that are not there" 1 "none: No such file" "$K3" run -q --pins "$T/none" "$PARIS"
+i=0
+for line in "0 1 1" "0 9 1:1" "0 1 32:1" "0" "0 1 1:1 2:1 3:1 4:1 5" "x"; do
+    (head -1 "$T/trace" && echo "$line") >"$T/bad"
+    i=$((i + 1))
+    check "bad trace $i" 2 "bad: line 2: " "$K3" bench --replay "$T/bad"
+done
+head -c 300 "$T/trace" >"$T/bad"
+check "a trace cut short" 2 "bad: line .* cut short" "$K3" bench --replay "$T/bad"
+check "no trace" 2 "no routing trace; make one" "$K3" bench --replay "$DEMO/config.json"
+check "--write-pins alone" 2 "needs --replay" "$K3" bench --write-pins "$T/pins"
 
 # ---- Signals and closed pipes --------------------------------------------------------------
 

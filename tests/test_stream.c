@@ -41,6 +41,8 @@ static void *scarce_mmap(void *at, size_t n, int prot, int flags, int fd, long o
 static const char *demo_dir;
 static bool is_quick, has_uring;
 static char work_dir[] = "/tmp/k3-stream-XXXXXX";
+static char sums_file[64]; /* of the demo model */
+static char mirror_all[64], mirror_some[64], mirror_bad[64], mirror_none[64], mirror_old[64];
 static uint64_t least; /* the demo's floor with a chunk of 1 */
 
 /* ---- Watchdog ---- */
@@ -636,18 +638,6 @@ static void test_bad_scale(void) {
     close_both(e, s);
 }
 
-/* Give every streamed piece the sum of its bytes on disk. */
-static void sum_pieces(k3_engine *e) {
-    for (uint32_t i = 0; i < e->stream.n_pieces; i++) {
-        piece *p = &e->stream.pieces[i];
-        uint8_t *bytes = malloc(p->n);
-        CHECK(bytes && pread(e->files.shards[p->i_shard].fd[0], bytes, p->n, (off_t)p->offset) == (ssize_t)p->n);
-        p->sum = XXH3_64bits(bytes, p->n);
-        p->has_sum = true;
-        free(bytes);
-    }
-}
-
 /* A flipped bit: without sums another hash, with sums read again, then refused or got elsewhere. */
 static void test_flips(void) {
     for (int mode = 0; mode < (is_quick ? 2 : 4); mode++) {
@@ -666,22 +656,208 @@ static void test_flips(void) {
         const piece *p = &e->stream.pieces[e->stream.n_body / 2 + (uint32_t)mode];
         snprintf(where, sizeof where, "offset 0x%llx", (unsigned long long)p->offset);
         uint64_t at = p->offset + p->n / 2 + 1; /* sign and exponent of an element */
+        int p_shard = p->i_shard, p_tensor = p->t;
         fake_aim(&f, p->i_shard, at, NO_FAULT, 0x10, -1);
         int rc = generate(s, N_SHORT, &h, &err); /* no sums: believed */
         CHECK(rc == K3_ENUMERIC || (rc == 0 && h.logits != expected[N_SHORT].logits));
-        fake_heal(&f);
-        k3_session_reset(s);
-        stream_reset(e);
-        sum_pieces(e);
-        uint64_t before = f.n_faults;
-        fake_aim(&f, p->i_shard, at, NO_FAULT, 0x10, 1);
+        close_both(e, s);
+        fake_init(&f);
+        o.sums = sums_file;
+        o.ram_bytes += 96 << 10; /* their table; no more becomes resident */
+        e = open_both(&o, &f, &s);
+        if (!e) return;
+        fake_aim(&f, p_shard, at, NO_FAULT, 0x10, 1);
         CHECK(is_right(s, N_SHORT)); /* gone at the second look */
-        CHECK_EQ_INT(f.n_faults - before, 1);
-        fake_aim(&f, p->i_shard, at, NO_FAULT, 0x10, -1);
-        const char *words[] = {e->files.shards[p->i_shard].name, "sum", where, TENSOR[p->t].name, NULL};
+        CHECK_EQ_INT(f.n_faults, 1);
+        fake_aim(&f, p_shard, at, NO_FAULT, 0x10, -1);
+        const char *words[] = {e->files.shards[p_shard].name, "sum", where, TENSOR[p_tensor].name, NULL};
         expect_failure(e, s, &f, K3_EIO, words);
         close_both(e, s);
     }
+}
+
+/* Open the demo for questions alone. */
+static k3_engine *open_headers(const char *dir, const char *file, const char *const *mirrors) {
+    k3_error err = {""};
+    k3_engine *e;
+    k3_options o = options(0, 0);
+    o.model_dir = dir;
+    o.sums = file;
+    o.mirrors = mirrors;
+    o.headers_only = true;
+    if (!CHECK(k3_engine_open(&e, &o, &err) == 0)) printf("    %s\n", err.text);
+    return e;
+}
+
+/* The file is what its description says, and its sums are those of the bytes. */
+static void test_sums_file(void) {
+    k3_error err = {""};
+    uint64_t size = 0, n;
+    char part[96];
+    begin("sums");
+    k3_options o = options(0, 0);
+    o.sums = sums_file;
+    o.headers_only = o.no_check = true; /* there is no such file yet */
+    k3_engine *e;
+    if (!CHECK(k3_engine_open(&e, &o, &err) == 0)) return;
+    if (!CHECK_EQ_INT(k3_engine_write_sums(e, &err), 256)) printf("    %s\n", err.text);
+    snprintf(part, sizeof part, "%s.part", sums_file);
+    CHECK(access(part, F_OK) != 0);
+    int fd = file_open(sums_file, &size, &err);
+    uint64_t *v = malloc(size + 1), vocab = e->sh.vocab_size;
+    if (!CHECK(fd >= 0 && v && read(fd, v, size) == (ssize_t)size)) return;
+    n = v[2];
+    CHECK(memcmp(v, "K3SUMS1\n", 8) == 0 && size == 8 * (n + 4));
+    for (uint32_t i = 0; i < 256; i += 37) { /* experts are the last of all */
+        uint32_t il = e->sh.n_dense + i / e->sh.n_experts, ie = i % e->sh.n_experts;
+        const expert_place *at = model_expert(&e->files, &e->sh, il, ie);
+        uint64_t lo = 0;
+        uint8_t bytes[1 << 16];
+        CHECK(expert_is_whole(&e->sh, at, &lo) && e->sh.expert_bytes <= sizeof bytes);
+        CHECK(pread(e->files.shards[at->shard[0]].fd[0], bytes, e->sh.expert_bytes, (off_t)lo) > 0);
+        CHECK(v[3 + n - 256 + i] == XXH3_64bits(bytes, e->sh.expert_bytes));
+    }
+    for (uint64_t id = 0; id < vocab; id += 97) { /* before them, the rows of the embedding */
+        uint8_t row[8192];
+        const place *at = &e->files.at_model[T_EMBED];
+        uint64_t row_bytes = e->sh.hidden * 2;
+        CHECK(pread(e->files.shards[at->shard].fd[0], row, row_bytes, (off_t)(at->offset + id * row_bytes)) > 0);
+        CHECK(v[3 + n - 256 - vocab + id] == XXH3_64bits(row, row_bytes));
+    }
+    k3_engine_close(e);
+    close(fd);
+    free(v);
+}
+
+/* One flipped bit in any kind of stretch is found; --no-check computes with it. */
+static void test_sums_find(void) {
+    for (int mode = 0; mode < 3; mode++) {
+        static const char *const kind[] = {"embedding of id 343", "expert ", "lm_head.weight: "};
+        fake f;
+        k3_session *s;
+        hashes h;
+        k3_error err = {""};
+        begin("flipped bits and sums");
+        fake_init(&f);
+        k3_options o = options(least + MIB, 4);
+        o.sums = sums_file;
+        o.no_look_ahead = true;
+        k3_engine *e = open_both(&o, &f, &s);
+        if (!e) return;
+        CHECK(e->plan.has_sums);
+        const place *head = &e->files.at_model[T_LM_HEAD], *embed = &e->files.at_model[T_EMBED];
+        uint64_t at = mode == 0 ? embed->offset + PROMPT[0] * e->sh.hidden * 2 + 5 : head->offset + 77777;
+        int i_shard = mode == 0 ? embed->shard : head->shard;
+        if (mode == 1) {
+            CHECK(is_right(s, N_SHORT));
+            const expert_place *x =
+                model_expert(&e->files, &e->sh, e->sh.n_dense, (uint32_t)used_expert(&f, e->sh.n_dense));
+            at = x->offset[W1_PACKED] + 100;
+            i_shard = x->shard[W1_PACKED];
+        }
+        const char *words[] = {kind[mode], "do not match their sum", e->files.shards[i_shard].name, NULL};
+        fake_aim(&f, i_shard, at, NO_FAULT, 0x01, 1);
+        CHECK(is_right(s, N_SHORT));
+        CHECK_EQ_INT(f.n_faults, 1);
+        fake_aim(&f, i_shard, at, NO_FAULT, 0x01, -1);
+        expect_failure(e, s, &f, K3_EIO, words);
+        close_both(e, s);
+        fake_init(&f);
+        o.no_check = true;
+        e = open_both(&o, &f, &s);
+        if (!e) return;
+        fake_aim(&f, i_shard, at, NO_FAULT, 0x01, -1);
+        CHECK_EQ_INT(generate(s, N_SHORT, &h, &err), 0);
+        CHECK(h.logits != expected[N_SHORT].logits);
+        close_both(e, s);
+    }
+}
+
+/* A copy with one bit of one tensor flipped: named at open where it is loaded then, and by verify. */
+static void test_sums_on_disk(void) {
+    static const enum tensor which[] = {T_NORM, T_CONV_Q, T_LM_HEAD, T_EMBED, T_ROUTER};
+    const char *const mirrors[] = {mirror_all, NULL};
+    for (size_t i = 0; i < sizeof which / sizeof *which; i++) {
+        k3_error err = {""};
+        k3_engine *e;
+        uint8_t byte;
+        char path[256];
+        begin("sums of damaged files");
+        e = open_headers(mirror_all, sums_file, NULL);
+        if (!e) return;
+        const place *at = TENSOR[which[i]].part == IN_MODEL ? &e->files.at_model[which[i]] : &e->files.at[1][which[i]];
+        off_t offset = (off_t)at->offset + 34; /* low bits of a fraction: finite, and no sampled block */
+        snprintf(path, sizeof path, "%s/%s", mirror_all, e->files.shards[at->shard].name);
+        k3_engine_close(e);
+        int fd = open(path, O_RDWR);
+        CHECK(fd >= 0 && pread(fd, &byte, 1, offset) == 1);
+        byte ^= 1;
+        CHECK(pwrite(fd, &byte, 1, offset) == 1);
+        k3_options o = options(0, 4);
+        o.model_dir = mirror_all;
+        o.sums = sums_file;
+        int rc = k3_engine_open(&e, &o, &err);
+        if (which[i] == T_EMBED)
+            CHECK_EQ_INT(rc, 0);
+        else if (!CHECK(rc == K3_EIO && strstr(err.text, TENSOR[which[i]].name) && strstr(err.text, "sum")))
+            printf("    %s\n", err.text);
+        if (rc == 0) k3_engine_close(e);
+        e = open_headers(mirror_all, sums_file, NULL);
+        CHECK_EQ_INT(k3_engine_verify(e, &err), K3_EIO);
+        if (!CHECK(strstr(err.text, TENSOR[which[i]].name) && strstr(err.text, "sum"))) printf("    %s\n", err.text);
+        k3_engine_close(e);
+        k3_options good = options(0, 0); /* as a mirror: found too, and named */
+        good.sums = sums_file;
+        good.mirrors = mirrors;
+        good.headers_only = true;
+        rc = k3_engine_open(&e, &good, &err); /* a sampled block may tell already */
+        if (rc == 0) {
+            CHECK_EQ_INT(k3_engine_verify(e, &err), K3_EIO);
+            if (!CHECK(strstr(err.text, mirror_all) && strstr(err.text, "sum"))) printf("    %s\n", err.text);
+            k3_engine_close(e);
+        }
+        byte ^= 1;
+        CHECK(pwrite(fd, &byte, 1, offset) == 1);
+        close(fd);
+    }
+    k3_error err = {""};
+    k3_engine *e = open_headers(demo_dir, sums_file, mirrors);
+    if (!CHECK_EQ_INT(k3_engine_verify(e, &err), 256)) printf("    %s\n", err.text);
+    k3_engine_close(e);
+}
+
+/* A file of sums that is damaged, cut, empty or another model's is refused; none is no fault. */
+static void test_sums_refused(void) {
+    k3_error err = {""};
+    k3_engine *e;
+    uint64_t size = 0;
+    char bad[96];
+    begin("files of sums");
+    snprintf(bad, sizeof bad, "%s/bad.sums", work_dir);
+    int fd = file_open(sums_file, &size, &err);
+    uint8_t *bytes = malloc(size + 1);
+    if (!CHECK(fd >= 0 && bytes && read(fd, bytes, size) == (ssize_t)size)) return;
+    close(fd);
+    for (uint64_t at = 0; at < size + 6; at++) {
+        if (is_quick && at % 53 != 0 && at < size) continue;
+        if (at >= 40 && at < size - 8 && at % 11 != 0) continue;
+        uint64_t n = at < size ? size : at == size ? 0 : at == size + 1 ? 7 : at == size + 2 ? 30 : at == size + 3 ? size - 1 : at == size + 4 ? size + 1 : size - 8;
+        bytes[size] = 0;
+        if (at < size) bytes[at] ^= 4;
+        fd = open(bad, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+        CHECK(write(fd, bytes, n) == (ssize_t)n && close(fd) == 0);
+        if (at < size) bytes[at] ^= 4;
+        k3_options o = options(0, 4);
+        o.sums = bad;
+        int rc = k3_engine_open(&e, &o, &err);
+        if (!CHECK(rc == K3_EMODEL && strstr(err.text, bad) && strstr(err.text, "--write-sums")))
+            printf("    byte %llu: %d %s\n", (unsigned long long)at, rc, err.text);
+        if (rc == 0) k3_engine_close(e);
+    }
+    k3_options o = options(0, 4);
+    o.sums = "/nowhere/k3.sums";
+    CHECK(k3_engine_open(&e, &o, &err) == K3_EIO && strstr(err.text, "/nowhere/k3.sums"));
+    free(bytes);
 }
 
 /* ---- The queue by itself ---- */
@@ -780,7 +956,6 @@ static void test_queue_random(void) {
 
 /* ---- Mirrors ---- */
 
-static char mirror_all[64], mirror_some[64], mirror_bad[64], mirror_none[64], mirror_old[64];
 static int n_notes;
 static char last_note[4200];
 
@@ -800,6 +975,7 @@ static bool shell(const char *fmt, ...) {
 }
 
 static bool make_mirrors(void) {
+    snprintf(sums_file, sizeof sums_file, "%s/k3.sums", work_dir);
     snprintf(mirror_all, sizeof mirror_all, "%s/all", work_dir);
     snprintf(mirror_some, sizeof mirror_some, "%s/some", work_dir);
     snprintf(mirror_bad, sizeof mirror_bad, "%s/bad", work_dir);
@@ -885,14 +1061,14 @@ static void test_bad_place(void) {
         k3_session *s;
         begin("one bad place");
         fake_init(&f);
-        k3_options o = options(least, 1);
+        k3_options o = options(least + MIB, 1);
         o.mirrors = some;
+        o.sums = sums_file;
         k3_engine *e = open_both(&o, &f, &s);
         if (!e) return;
         uint32_t i = 0;
         while (i < e->stream.n_pieces && strstr(e->files.shards[e->stream.pieces[i].i_shard].name, "00002") == NULL) i++;
         if (!CHECK(i < e->stream.n_pieces)) return;
-        sum_pieces(e);
         f.bad_copy = 0;
         e->io.copies[0].ns_per_byte = 1; /* the one that will fail is asked first */
         e->io.copies[1].ns_per_byte = 1e9;
@@ -1538,7 +1714,11 @@ int main(int argc, char **argv) {
     test_failed_steps();
     test_dead_piece();
     test_bad_scale();
+    test_sums_file();
     test_flips();
+    test_sums_find();
+    test_sums_on_disk();
+    test_sums_refused();
     test_queue();
     test_queue_random();
     test_mirrors();
