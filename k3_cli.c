@@ -1296,7 +1296,7 @@ static void run_cache_store(run_state *r) {
  * and traces of all positions need all of them computed. */
 static void run_cache_restore(run_state *r) {
     k3_error err = {{0}};
-    if (!r->cache || r->a->load || r->dump.f || r->a->trace) return;
+    if (!r->cache || r->a->load || r->dump.f || r->a->trace || r->a->routing) return;
     uint64_t start = clock_ns();
     int64_t n = k3_cache_restore(r->cache, r->line.s, r->prompt_ids.id, r->prompt_ids.n - 1, &err);
     if (n < 0 && !r->a->quiet) say("note: %s", err.text);
@@ -1330,6 +1330,8 @@ static int run_state_keep(run_state *r) {
     int status = 0;
     run_cache_store(r);
     if (!a->save) return DONE;
+    k3_session_trace(s, NULL, NULL); /* what follows is not the run's */
+    k3_session_on_route(s, NULL, NULL);
     if (r->said.n && k3_session_pos(s) < k3_session_context(s)) /* the last one was not run */
         status = k3_session_feed(s, r->said.id + r->said.n - 1, 1, K3_ROWS_NONE, NULL, &err);
     else if (r->said.n && !a->quiet)
