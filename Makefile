@@ -38,7 +38,8 @@ KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(KERNELS)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml
-REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index
+REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
+          $(BUILD)/replay_state
 
 .PHONY: all demo test test-model test-big asan tsan neon fuzz bench golden install clean help
 all: $(BUILD)/k3
@@ -107,6 +108,11 @@ $(BUILD)/test_kernels: tests/test_kernels.c $(BUILD)/k3.o $(KERNELS)
 $(BUILD)/replay_%: tests/fuzz_%.c tests/fuzz_replay.c $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
+
+$(BUILD)/replay_state: tests/fuzz_state.c tests/fuzz_replay.c $(BUILD)/k3_state.o $(KERNELS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< tests/fuzz_replay.c \
+	  $(filter %.o,$^) $(K3_LIBS)
 
 $(BUILD):
 	$(Q)mkdir -p $@

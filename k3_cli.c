@@ -3,7 +3,7 @@
  *   1 Exit codes and messages     6 One answer: run
  *   2 Options: the table          7 Text and ids: tokenize
  *   3 Options: the parser         8 Measure: bench
- *   4 Terminal: notes, progress   9 Trust: verify, plan, info
+ *   4 Terminal: notes, progress   9 Trust: verify, plan, info, cache
  *   5 Prompts, models, files     10 Help and main
  *
  * What holds everywhere: stdout carries the answer and nothing else; every message starts
@@ -24,6 +24,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -145,12 +146,23 @@ typedef enum {
     KIND_HASH      /* uint64_t from 16 hex digits                             */
 } option_kind;
 
-enum { RUN = 1, TOKENIZE = 2, BENCH = 4, VERIFY = 8, INFO = 16, PLAN = 32, CHAT = 64, ANY = 127 };
+enum {
+    RUN = 1,
+    TOKENIZE = 2,
+    BENCH = 4,
+    VERIFY = 8,
+    INFO = 16,
+    PLAN = 32,
+    CACHE = 64,
+    CHAT = 128,
+    ANY = 255
+};
 
 typedef enum {
     G_PROMPT,
     G_TEXT,
     G_SAMPLE,
+    G_STATE,
     G_MEASURE,
     G_OUTPUT,
     G_MODEL,
@@ -162,6 +174,7 @@ static const char *const GROUP_TITLE[N_GROUP] = {
     "Prompt",                        /* G_PROMPT  */
     "Generation",                    /* G_TEXT    */
     "Sampling",                      /* G_SAMPLE  */
+    "State",                         /* G_STATE   */
     "Measuring",                     /* G_MEASURE */
     "Output",                        /* G_OUTPUT  */
     "Model and machine",             /* G_MODEL   */
@@ -191,8 +204,6 @@ static const cli_option OPTION[] = {
      "ordinary text, which is what text from elsewhere must be"},
     {"--system", "TEXT", KIND_TEXT, AT(system), CHAT, G_PROMPT, NULL, 0, 0,
      "a system message before the first turn"},
-    {"--load", "FILE", KIND_TEXT, AT(load), CHAT, G_PROMPT, NULL, 0, 0,
-     "go on from a conversation that /save wrote"},
     {"--render", "FILE", KIND_TEXT, AT(render), CHAT, G_PROMPT, NULL, 0, 0,
      "print ids and segments of the conversation in FILE (JSON as OpenAI's API\n"
      "takes it: messages, tools; - is stdin) and run nothing"},
@@ -228,6 +239,21 @@ static const cli_option OPTION[] = {
     {"--seed", "N", KIND_COUNT, AT(seed), RUN | CHAT, G_SAMPLE, "0", 0, UINT64_MAX,
      "the same seed gives the same answer"},
 
+    {"--load", "FILE", KIND_TEXT, AT(load), RUN, G_STATE, NULL, 0, 0,
+     "go on from a saved state: the prompt continues its ids"},
+    {"--load", "FILE", KIND_TEXT, AT(load), CHAT, G_STATE, NULL, 0, 0,
+     "go on from a conversation that /save wrote, with its settings"},
+    {"--save", "FILE", KIND_TEXT, AT(save), RUN, G_STATE, NULL, 0, 0,
+     "keep the state at the end, every id of the answer included, also the one\n"
+     "that ended it; FILE is whole or as it was"},
+    {"--cache", "DIR", KIND_TEXT, AT(cache), RUN | CHAT, G_STATE, NULL, 0, 0,
+     "keep states of prompts and answers there, and skip what a prompt has in\n"
+     "common with one of them; may be shared by any number of processes"},
+    {"--cache-size", "SIZE", KIND_SIZE, AT(cache_size), RUN | CHAT, G_STATE, "20G", 1, 0,
+     "most that --cache keeps; the least recently used go first"},
+    {"--cache-size", "SIZE", KIND_SIZE, AT(cache_size), CACHE, G_STATE, "0", 0, 0,
+     "what `rm` leaves: the most recently used, no more than this"},
+
     {"--prompts", "FILE", KIND_TEXT, AT(prompts), BENCH, G_MEASURE, NULL, 0, 0,
      "one prompt a line, `ids:1,2,3` for ids (default: five built in)"},
     {"--tokens", "N", KIND_COUNT, AT(tokens), BENCH, G_MEASURE, "32", 0, 1u << 31,
@@ -242,6 +268,9 @@ static const cli_option OPTION[] = {
     {"--reader", NULL, KIND_FLAG, AT(reader), BENCH, G_MEASURE, NULL, 0, 0,
      "before and after, read whole experts at random with O_DIRECT as fast as\n"
      "the disk gives them; the last line compares with what the runs read"},
+    {"--reader", NULL, KIND_FLAG, AT(reader), PLAN, G_MEASURE, NULL, 0, 0,
+     "seconds for this disk: read whole experts at random, past the page\n"
+     "cache, for some ten seconds"},
     {"--replay", "FILE", KIND_TEXT, AT(replay), BENCH, G_MEASURE, NULL, 0, 0,
      "no model: what each policy would have had in memory of a routing trace\n"
      "(`k3 run --trace`), for slots from 1 a layer up"},
@@ -286,7 +315,7 @@ static const cli_option OPTION[] = {
     {"-v", NULL, KIND_FLAG, AT(verbose), RUN | CHAT, G_OUTPUT, NULL, 0, 0,
      "say more: settings, memory, experts read"},
 
-    {"--model", "DIR", KIND_TEXT, AT(model), ANY, G_MODEL, NULL, 0, 0,
+    {"--model", "DIR", KIND_TEXT, AT(model), ANY & ~CACHE, G_MODEL, NULL, 0, 0,
      "a model directory as downloaded (default: the bundled model)"},
     {"--context", "N", KIND_COUNT, AT(context), RUN | CHAT | BENCH | PLAN | INFO, G_MODEL, NULL, 1,
      MAX_CONTEXT,
@@ -308,11 +337,6 @@ static const cli_option OPTION[] = {
      "epsilon of the two low-rank norms of attention; other engines and the\n"
      "published logits use 1e-5"},
 
-    {"--cache", "DIR", KIND_TEXT, AT(cache), CHAT, G_DISK, NULL, 0, 0,
-     "keep states there, so that a conversation that was read once, here or by\n"
-     "another process, is not read again"},
-    {"--cache-size", "SIZE", KIND_SIZE, AT(cache_size), CHAT, G_DISK, NULL, 1, 0,
-     "bound of that directory: the least recently used go (default: none)"},
     {"--mirror", "DIR", KIND_MIRROR, 0, RUN | CHAT | BENCH | VERIFY, G_DISK, NULL, 0, 0,
      "copies of some or all shards, on another drive, read as well; one that\n"
      "fails is dropped (repeatable)"},
@@ -342,7 +366,7 @@ typedef char options_suffice[COUNT(OPTION) <= MAX_OPTION ? 1 : -1];
 typedef struct {
     const char *name;
     unsigned bit;
-    const char *arg; /* the positional argument, or NULL                      */
+    const char *arg; /* the positional argument, or two words for two; or NULL */
     int (*run)(const cli_args *a);
     const char *summary, *usage, *about, *examples;
 } cli_command;
@@ -571,6 +595,10 @@ static int args_parse(cli_args *a, const cli_command *cmd, int argc, char **argv
             rc = option_take(cmd, a, argc, argv, &i);
         } else if (!cmd->arg) {
             rc = fail(FAIL_USAGE, "%s takes no argument, '%s' was given", cmd->name, arg);
+        } else if (a->arg && !a->arg2 && strchr(cmd->arg, ' ')) {
+            a->arg2 = arg;
+        } else if (a->arg2) {
+            rc = fail(FAIL_USAGE, "%s takes %s; '%s' is one more", cmd->name, cmd->arg, arg);
         } else if (a->arg) {
             rc = fail(FAIL_USAGE, "%s takes one %s; '%s' is a second one: quote the text",
                       cmd->name, cmd->arg, arg);
@@ -869,13 +897,14 @@ int model_find(const cli_args *a, const char **dir) {
     return DONE;
 }
 
-/* The most memory this process ever had, 0 where the system does not say. */
-static uint64_t peak_bytes(void) {
+/* A line such as "VmHWM:  1234 kB" of a file in /proc, as bytes; 0 where there is none. */
+static uint64_t proc_bytes(const char *path, const char *key) {
     unsigned long long kib = 0;
     char line[128];
-    FILE *f = fopen("/proc/self/status", "r");
+    size_t n = strlen(key);
+    FILE *f = fopen(path, "r");
     while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "VmHWM: %llu", &kib) == 1) break;
+        if (strncmp(line, key, n) == 0 && sscanf(line + n, ": %llu", &kib) == 1) break;
     if (f) fclose(f);
     return (uint64_t)kib * 1024;
 }
@@ -937,8 +966,9 @@ void plan_say(const k3_engine *e) {
         fmt_bytes(ram, p->ram_bytes), fmt_bytes(kept, p->resident_bytes),
         fmt_bytes(streamed, p->streamed_bytes), (unsigned)p->chunk, (unsigned)p->n_slots,
         fmt_bytes(slots, p->slot_bytes * p->n_slots), (unsigned)p->quota);
-    say("disk: %s%s, depth %d, %s", p->is_uring ? "io_uring" : "pread pool",
-        p->is_direct ? ", direct" : "", p->io_depth, speed);
+    say("disk: %s%s, depth %d, %s%s", p->is_uring ? "io_uring" : "pread pool",
+        p->is_direct ? ", direct" : "", p->io_depth, speed,
+        p->has_sums ? ", every read checked" : "");
 }
 
 /* Open the tokenizer. Ids can do without one (checkpoints made for tests have none): then
@@ -1078,8 +1108,10 @@ typedef struct {
     uint64_t trace_fnv;
     uint64_t load_ns, prompt_ns, gen_ns; /* gen: n_step ids run after the prompt */
     uint64_t n_step;
-    const char *why; /* "eos" "stop" "tokens" "context" "interrupt"           */
-    bool says_disk;  /* plan and statistics of the disk                       */
+    k3_cache *cache;
+    uint64_t n_loaded, n_restored; /* positions from --load; of the prompt, from --cache */
+    const char *why;               /* "eos" "stop" "tokens" "context" "interrupt"           */
+    bool says_disk;                /* plan and statistics of the disk                       */
 } run_state;
 
 /* The first line of a routing trace: layers, experts, top_k, bytes of one expert. */
@@ -1161,17 +1193,20 @@ static int run_keep_id(run_state *r, uint32_t id) {
 /* Asked before the weights are loaded, which may take minutes, and again when the model has
  * said what it can hold. */
 static int run_check_context(const run_state *r, uint64_t context) {
-    if (r->prompt_ids.n <= context) return DONE;
+    char loaded[64] = "";
+    if (r->n_loaded + r->prompt_ids.n <= context) return DONE;
+    if (r->n_loaded)
+        snprintf(loaded, sizeof loaded, " after %llu of --load", (unsigned long long)r->n_loaded);
     return fail(exit_code(K3_EFULL),
-                "the prompt is %zu ids and the context holds %llu: raise --context",
-                r->prompt_ids.n, (unsigned long long)context);
+                "the prompt is %zu ids%s and the context holds %llu: raise --context",
+                r->prompt_ids.n, loaded, (unsigned long long)context);
 }
 
 /* Positions to plan for: --context, else 0 (the engine's default), unless the prompt alone is
  * longer than that: then prompt and answer, as far as the model goes. */
 static int run_context(run_state *r, uint64_t *context) {
     k3_engine *e = NULL;
-    uint64_t n = r->prompt_ids.n;
+    uint64_t n = r->n_loaded + r->prompt_ids.n;
     *context = r->a->context;
     if (*context) return run_check_context(r, *context);
     if (n <= DEFAULT_CONTEXT) return DONE;
@@ -1189,6 +1224,98 @@ static int run_context(run_state *r, uint64_t *context) {
     return DONE;
 }
 
+/* ---- State: --load, --save, --cache ---- */
+
+/* What can be refused before the weights are read; how long the loaded timeline is. */
+static int run_state_ahead(run_state *r) {
+    const cli_args *a = r->a;
+    k3_state_head head;
+    k3_error err = {{0}};
+    if (is_given(a, "--cache-size") && !a->cache)
+        return fail(FAIL_USAGE, "--cache-size: of which cache? give --cache DIR as well");
+    if (!a->load) return DONE;
+    int status = k3_state_check(a->load, false, &head, &err);
+    if (status < 0) return fail_status(status, &err);
+    r->n_loaded = head.n_pos;
+    return DONE;
+}
+
+static int run_state_open(run_state *r) {
+    const cli_args *a = r->a;
+    k3_state_info info;
+    k3_error err = {{0}};
+    char size[32];
+    int status = a->cache ? k3_cache_open(&r->cache, r->e, a->cache, a->cache_size, &err) : 0;
+    if (status < 0) return fail_status(status, &err);
+    if (!a->load) return DONE;
+    status = k3_session_load(r->line.s, a->load, NULL, NULL, &info, &err);
+    if (status < 0) return fail_status(status, &err);
+    if (!a->quiet)
+        say("%s: %llu positions, %s read in %.2f s", a->load, (unsigned long long)info.n_pos,
+            fmt_bytes(size, info.file_bytes), info.seconds);
+    return DONE;
+}
+
+/* A cache that fails costs speed, not the answer. */
+static void run_cache_store(run_state *r) {
+    k3_error err = {{0}};
+    if (r->cache && k3_cache_store(r->cache, r->line.s, &err) < 0 && !r->a->quiet)
+        say("note: not kept: %s", err.text);
+}
+
+/* Where the cache can bring the prompt. At least one id is left to run: its row is wanted. Rows
+ * and traces of all positions need all of them computed. */
+static void run_cache_restore(run_state *r) {
+    k3_error err = {{0}};
+    if (!r->cache || r->a->load || r->dump.f || r->a->trace || r->a->routing) return;
+    uint64_t start = clock_ns();
+    int64_t n = k3_cache_restore(r->cache, r->line.s, r->prompt_ids.id, r->prompt_ids.n - 1, &err);
+    if (n < 0 && !r->a->quiet) say("note: %s", err.text);
+    if (n <= 0) return;
+    r->n_restored = (uint64_t)n;
+    if (!r->a->quiet)
+        say("cache: %lld of the prompt's %zu positions in %.2f s", (long long)n, r->prompt_ids.n,
+            (double)(clock_ns() - start) * 1e-9);
+}
+
+/* Run the prompt but for its last id and keep that: the same prompt again then runs one id. Short
+ * prompts are run again as fast. */
+enum { CACHE_WORTH = 256 };
+static int run_prompt_ahead(run_state *r, k3_error *err) {
+    size_t n = r->prompt_ids.n - 1 - (size_t)r->n_restored;
+    if (!r->cache || n < CACHE_WORTH) return 0;
+    int status =
+        k3_session_feed(r->line.s, r->prompt_ids.id + r->n_restored, n, K3_ROWS_NONE, NULL, err);
+    if (status < 0) return status;
+    run_cache_store(r);
+    return (int)n;
+}
+
+/* The end: the cache gets what was run, --save all that was said. */
+static int run_state_keep(run_state *r) {
+    const cli_args *a = r->a;
+    k3_session *s = r->line.s;
+    k3_state_info info;
+    k3_error err = {{0}};
+    char size[32];
+    int status = 0;
+    run_cache_store(r);
+    if (!a->save) return DONE;
+    k3_session_trace(s, NULL, NULL); /* what follows is not the run's */
+    k3_session_on_route(s, NULL, NULL);
+    if (r->said.n && k3_session_pos(s) < k3_session_context(s)) /* the last one was not run */
+        status = k3_session_feed(s, r->said.id + r->said.n - 1, 1, K3_ROWS_NONE, NULL, &err);
+    else if (r->said.n && !a->quiet)
+        say("note: the context is full: %s lacks the answer's last id", a->save);
+    console_clear(&r->con);
+    if (status >= 0) status = k3_session_save(s, a->save, NULL, 0, &info, &err);
+    if (status < 0) return fail_status(status, &err);
+    if (!a->quiet)
+        say("%s: %llu positions, %s written in %.2f s", a->save, (unsigned long long)info.n_pos,
+            fmt_bytes(size, info.file_bytes), info.seconds);
+    return DONE;
+}
+
 /* Everything before the first position: prompt, tokenizer, files, weights, session. */
 static int run_open(run_state *r) {
     const cli_args *a = r->a;
@@ -1203,7 +1330,8 @@ static int run_open(run_state *r) {
         say("note: the prompt ends with a newline, which is part of it");
     if (!a->quiet && a->temperature <= 0 && (a->top_k || a->top_p < 1))
         say("note: --top-k and --top-p change nothing at --temperature 0");
-    rc = run_context(r, &context);
+    rc = run_state_ahead(r);
+    if (rc == DONE) rc = run_context(r, &context);
     if (rc == DONE && a->dump_logits) rc = outfile_open(&r->dump, a->dump_logits);
     if (rc == DONE && a->trace && a->trace[0]) rc = outfile_open(&r->trace, a->trace);
     if (rc == DONE && a->routing) rc = outfile_open(&r->routing, a->routing);
@@ -1218,6 +1346,7 @@ static int run_open(run_state *r) {
     if (rc != DONE) return rc;
     context = k3_session_context(r->line.s);
     rc = run_check_context(r, context);
+    if (rc == DONE) rc = run_state_open(r);
     if (a->verbose)
         say("kernels %s, threads %d, chunk %d, context %llu, numerics %s", k3_engine_kernels(r->e),
             k3_engine_threads(r->e), k3_engine_chunk(r->e), (unsigned long long)context,
@@ -1266,7 +1395,12 @@ static int run_prompt(run_state *r) {
     if (r->dump.f) {
         rc = run_prompt_rows(r);
     } else {
-        int status = timeline_feed(&r->line, r->prompt_ids.id, r->prompt_ids.n, &err);
+        run_cache_restore(r);
+        int status = run_prompt_ahead(r, &err);
+        size_t n_run = (size_t)r->n_restored + (size_t)(status > 0 ? status : 0);
+        if (status >= 0)
+            status =
+                timeline_feed(&r->line, r->prompt_ids.id + n_run, r->prompt_ids.n - n_run, &err);
         console_clear(&r->con);
         if (status < 0) rc = fail_status(status, &err);
     }
@@ -1364,7 +1498,7 @@ void json_put_count(json_object *o, const char *key, uint64_t n) {
 static void json_put_disk(json_object *o, const run_state *r) {
     k3_stats st = timeline_stats(&r->line, &r->line.before);
     json_put_count(o, "ram_bytes", k3_engine_plan(r->e)->ram_bytes);
-    json_put_count(o, "peak_bytes", peak_bytes());
+    json_put_count(o, "peak_bytes", proc_bytes("/proc/self/status", "VmHWM"));
     json_put_count(o, "resident_bytes", st.resident_bytes);
     json_put_count(o, "load_bytes", r->line.before.read_bytes);
     json_put_count(o, "read_bytes", st.read_bytes);
@@ -1385,6 +1519,8 @@ static int run_json(const run_state *r) {
     json_put(o, "text", json_object_new_string_len(r->text.p ? r->text.p : "", (int)r->text.n));
     json_put(o, "ids", ids);
     json_put(o, "n_prompt", json_object_new_int64((int64_t)r->prompt_ids.n));
+    json_put_count(o, "n_loaded", r->n_loaded);
+    json_put_count(o, "n_restored", r->n_restored);
     json_put(o, "n_gen", json_object_new_int64((int64_t)r->said.n));
     json_put(o, "stop_reason", json_object_new_string(r->why));
     json_put_hash(o, "ids_fnv", r->line.ids_fnv);
@@ -1393,7 +1529,7 @@ static int run_json(const run_state *r) {
     json_put_real(o, "load_s", (double)r->load_ns * 1e-9);
     json_put_real(o, "prompt_s", (double)r->prompt_ns * 1e-9);
     json_put_real(o, "gen_s", (double)r->gen_ns * 1e-9);
-    json_put_real(o, "prompt_tok_s", per_second(r->prompt_ids.n, r->prompt_ns));
+    json_put_real(o, "prompt_tok_s", per_second(r->prompt_ids.n - r->n_restored, r->prompt_ns));
     json_put_real(o, "gen_tok_s", per_second(r->n_step, r->gen_ns));
     json_put_disk(o, r);
     json_put_path(o, "model", r->dir);
@@ -1441,13 +1577,14 @@ static int run_report(const run_state *r) {
     if (!r->a->quiet)
         say("prompt %zu ids, %.1f tok/s; answer %zu ids, %.1f tok/s (%s); "
             "ids_fnv %016llx logits_fnv %016llx",
-            r->prompt_ids.n, per_second(r->prompt_ids.n, r->prompt_ns), r->said.n,
+            r->prompt_ids.n, per_second(r->prompt_ids.n - r->n_restored, r->prompt_ns), r->said.n,
             per_second(r->n_step, r->gen_ns), r->why, (unsigned long long)r->line.ids_fnv,
             (unsigned long long)r->line.logits_fnv);
     return rc;
 }
 
 static void run_close(run_state *r) {
+    k3_cache_close(r->cache);
     timeline_close(&r->line);
     k3_engine_close(r->e);
     k3_tokenizer_close(r->t);
@@ -1471,6 +1608,10 @@ static int cmd_run(const cli_args *a) {
         if (said != DONE) rc = said;
     }
     bool keep = has_answer && (rc == DONE || rc == INTERRUPTED);
+    if (has_answer && rc == DONE)
+        rc = run_state_keep(&r);
+    else if (a->save && keep)
+        say("interrupted: %s was not written", a->save);
     int dumped = outfile_close(&r.dump, keep), traced = outfile_close(&r.trace, keep);
     int routed = outfile_close(&r.routing, keep);
     run_close(&r);
@@ -2125,16 +2266,10 @@ static uint64_t bench_mix(uint64_t i) {
     return z ^ (z >> 31);
 }
 
-/* What can be taken without swapping: Linux says it in /proc/meminfo, else half of all. */
+/* What can be taken without swapping: Linux says it, else half of all. */
 static uint64_t bench_free_bytes(void) {
-    unsigned long long kib = 0;
-    char line[128];
-    FILE *f = fopen("/proc/meminfo", "r");
-    while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "MemAvailable: %llu", &kib) == 1) break;
-    if (f) fclose(f);
-    if (kib) return (uint64_t)kib * 1024;
-    return (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2;
+    uint64_t n = proc_bytes("/proc/meminfo", "MemAvailable");
+    return n ? n : (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2;
 }
 
 static const k3_kernels *bench_table(const char *name) {
@@ -2560,20 +2695,23 @@ static void plan_row(const char *name, uint64_t n_bytes, const char *note) {
 
 /* The split. `p` is a plan that works: at the floor when what was asked is below it. */
 static void plan_split(const k3_plan *p, const k3_shape *s, uint64_t asked, bool is_default) {
-    char cache[64], scratch[64], slots[96];
+    char cache[64], scratch[64], slots[128];
     uint64_t n_streamed = p->streamed_bytes, slots_bytes = p->slot_bytes * p->n_slots;
-    uint64_t sum = p->session_bytes + p->vector_bytes + p->scratch_bytes + p->resident_bytes +
-                   p->ring_bytes + slots_bytes;
-    snprintf(cache, sizeof cache, "%llu positions", (unsigned long long)p->context);
+    uint64_t sum = p->session_bytes + p->snapshot_bytes + p->vector_bytes + p->scratch_bytes +
+                   p->resident_bytes + p->ring_bytes + slots_bytes;
+    snprintf(cache, sizeof cache, "%llu positions, with their ids", (unsigned long long)p->context);
     snprintf(scratch, sizeof scratch, "%u positions computed together", (unsigned)p->chunk);
-    snprintf(slots, sizeof slots, "%u of %llu experts, %u for each of %llu layers",
-             (unsigned)p->n_slots, (unsigned long long)expert_count(s), (unsigned)p->quota,
-             (unsigned long long)moe_layers(s));
+    int n = snprintf(slots, sizeof slots, "%u of %llu experts, %u for each of %llu layers",
+                     (unsigned)p->n_slots, (unsigned long long)expert_count(s), (unsigned)p->quota,
+                     (unsigned long long)moe_layers(s));
+    if (p->n_pinned)
+        snprintf(slots + n, sizeof slots - (size_t)n, ", %u pinned", (unsigned)p->n_pinned);
     plan_row("budget", asked, is_default ? "what is free, less 1/16" : "--ram");
     plan_row("floor", p->floor_bytes, "the least that this context can run in");
     if (asked < p->floor_bytes) puts("\nat the floor");
     plan_row("  state", p->state_bytes, "of the KDA layers");
     plan_row("  latent cache", p->session_bytes - p->state_bytes, cache);
+    if (p->snapshot_bytes) plan_row("  snapshots", p->snapshot_bytes, "to undo turns");
     plan_row("  scratch", p->scratch_bytes, scratch);
     plan_row("  vectors", p->vector_bytes, "norms, biases and the like, kept");
     plan_row("  trunk kept", p->resident_bytes, n_streamed ? "" : "all of it");
@@ -2619,7 +2757,7 @@ static void plan_reads(const k3_plan *p, const k3_shape *s, float disk) {
                  (unsigned long long)n_experts);
     plan_row("a token reads", n_bytes, note);
     for (size_t i = 0; n_bytes && i < (disk > 0 ? 1 : COUNT(usual)); i++)
-        printf("  at %2g GB/s %20.3f s a token at most, where the disk is what takes time\n",
+        printf("  at %.3g GB/s %18.3f s a token at most, where the disk is what takes time\n",
                speed[i], (double)n_bytes * 1e-9 / speed[i]);
     plan_next_gb(p, s);
 }
@@ -2649,6 +2787,20 @@ static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console 
     return status < 0 ? fail_status(status, &err) : DONE;
 }
 
+/* The disk's own speed, for --reader. */
+static int plan_measure(const char *dir, uint64_t expert_bytes, float *gb_per_s) {
+    reader r = {0};
+    int rc = reader_open(&r, dir, expert_bytes ? expert_bytes : 1 << 20);
+    if (rc == DONE) rc = reader_find(&r);
+    if (rc == DONE) {
+        printf("\nthis disk            %.2f GB/s, %d reads in flight\n", r.before * 1e-9,
+               r.best_depth);
+        *gb_per_s = (float)(r.before * 1e-9);
+    }
+    reader_close(&r);
+    return rc;
+}
+
 static int cmd_plan(const cli_args *a) {
     k3_engine *e = NULL;
     console con;
@@ -2662,8 +2814,10 @@ static int cmd_plan(const cli_args *a) {
     if (rc != DONE) return rc;
     const k3_plan *p = k3_engine_plan(e);
     plan_split(p, k3_engine_shape(e), asked, !a->ram);
-    plan_reads(p, k3_engine_shape(e), a->disk);
-    if (fflush(stdout) != 0) rc = fail_stdout(errno);
+    float disk = a->disk;
+    if (a->reader) rc = plan_measure(dir, k3_engine_shape(e)->expert_bytes, &disk);
+    plan_reads(p, k3_engine_shape(e), disk);
+    if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);
     if (rc == DONE && asked < p->floor_bytes)
         rc = fail(FAIL_BUDGET,
                   "a budget of %llu bytes is below the floor of this model with a context of %llu: "
@@ -2740,6 +2894,72 @@ static int cmd_info(const cli_args *a) {
     return DONE;
 }
 
+/* ---- cache ---- */
+
+typedef struct {
+    uint64_t n, n_bytes, n_bad;
+    bool checks; /* every byte */
+} cache_walk;
+
+static int cache_visit(void *user, const char *path, const k3_state_head *head, int rc,
+                       const k3_error *why) {
+    cache_walk *w = user;
+    k3_state_head again;
+    k3_error err = *why;
+    const char *slash = strrchr(path, '/');
+    char size[32], used[32] = "?";
+    time_t at = (time_t)head->used_s;
+    struct tm tm;
+    if (interrupted) return K3_ECANCEL;
+    if (rc >= 0 && w->checks) rc = k3_state_check(path, true, &again, &err);
+    w->n++;
+    w->n_bytes += head->file_bytes;
+    w->n_bad += rc < 0;
+    if (rc < 0) {
+        say("%s", err.text);
+    } else if (!w->checks) {
+        if (localtime_r(&at, &tm)) strftime(used, sizeof used, "%Y-%m-%d %H:%M:%S", &tm);
+        printf("%10llu positions %12s  %s  model %016llx  %s\n", (unsigned long long)head->n_pos,
+               fmt_bytes(size, head->file_bytes), used, (unsigned long long)head->fingerprint,
+               slash ? slash + 1 : path);
+    }
+    return 0;
+}
+
+static int cache_remove(const cli_args *a) {
+    k3_error err = {{0}};
+    uint64_t bytes = 0;
+    char size[32];
+    int64_t n = k3_cache_trim(a->arg2, a->cache_size, &bytes, &err);
+    if (n < 0) return fail_status((int)n, &err);
+    printf("%lld removed, %s\n", (long long)n, fmt_bytes(size, bytes));
+    return DONE;
+}
+
+static int cmd_cache(const cli_args *a) {
+    static const char *const verb[] = {"ls", "rm", "verify"};
+    cache_walk w = {0, 0, 0, false};
+    k3_error err = {{0}};
+    char size[32];
+    size_t i = 0;
+    while (i < COUNT(verb) && (!a->arg || strcmp(a->arg, verb[i]) != 0)) i++;
+    if (i == COUNT(verb) || !a->arg2)
+        return fail(FAIL_USAGE, "cache takes ls, rm or verify, and a directory: `k3 cache ls DIR`");
+    if (is_given(a, "--cache-size") && i != 1)
+        return fail(FAIL_USAGE, "--cache-size goes with `k3 cache rm`");
+    if (i == 1) return cache_remove(a);
+    signals_catch();
+    w.checks = i == 2;
+    int64_t n = k3_cache_list(a->arg2, cache_visit, &w, &err);
+    if (n < 0) return fail_status((int)n, &err);
+    printf("%llu entries, %s%s\n", (unsigned long long)w.n, fmt_bytes(size, w.n_bytes),
+           w.checks && !w.n_bad ? ", every byte checked: no fault" : "");
+    if (w.n_bad)
+        return fail(FAIL_CHECK, "%llu damaged; the next run that wants one removes it",
+                    (unsigned long long)w.n_bad);
+    return DONE;
+}
+
 /* ==== 10. Help and main ==============================================================
  *
  * The help of a command is its row here and its options from the table.
@@ -2753,7 +2973,8 @@ static const cli_command COMMAND[] = {
      "Ctrl-C ends the answer cleanly, a second one kills.\n",
      "  k3 run \"The capital of France is\"\n"
      "  k3 run --model /data/Kimi-K3 --ram 64G --tokens 40 --prompt-file question.txt\n"
-     "  k3 run --json --tokens 0 --dump-logits rows.f32 --ids 3,4,5,6,7\n"},
+     "  k3 run --json --tokens 0 --dump-logits rows.f32 --ids 3,4,5,6,7\n"
+     "  k3 run --save talk.k3s --prompt-file a.txt && k3 run --load talk.k3s \" And then\"\n"},
     {"chat", CHAT, NULL, cmd_chat, "talk with the model; on a terminal or through pipes",
      "k3 chat [options]",
      "On a terminal: line editing and history; /help lists the commands. Ctrl-C stops a reply and\n"
@@ -2796,6 +3017,13 @@ static const cli_command COMMAND[] = {
     {"info", INFO, NULL, cmd_info, "geometry, sizes, kernels, memory a context needs",
      "k3 info [options]", "Reads headers only, no weights.\n",
      "  k3 info --model /data/Kimi-K3 --context 131072\n"},
+    {"cache", CACHE, "ls|rm|verify DIR", cmd_cache, "what `run --cache` keeps: list, remove, check",
+     "k3 cache ls|rm|verify DIR",
+     "ls: an entry a line, most recently used first. rm: all of them, or down to --cache-size; a\n"
+     "running process loses nothing but speed. verify: reads every byte, exit 5 if one is wrong.\n"
+     "Only files that `run --cache` could have written are looked at.\n",
+     "  k3 cache ls /data/k3-cache\n"
+     "  k3 cache rm --cache-size 5G /data/k3-cache\n"},
 };
 
 static const cli_command *command_find(const char *name) {
@@ -2894,7 +3122,8 @@ static int dispatch(int argc, char **argv) {
     bool wants_help = false;
     const char *name = argc > 1 ? argv[1] : NULL;
     if (!name) {
-        fputs("usage: k3 run | chat | tokenize | bench | verify | plan | info | help [options]\n"
+        fputs("usage: k3 run | chat | tokenize | bench | verify | plan | info | cache | help "
+              "[options]\n"
               "try:   k3 run \"The capital of France is\"     or: k3 help\n",
               stderr);
         return FAIL_USAGE;
@@ -2919,8 +3148,17 @@ static void stdio_guard(void) {
             abort();
 }
 
+/* Each shard of each copy is open twice: as many files as the system lets this process have. */
+static void files_allow(void) {
+    struct rlimit r;
+    if (getrlimit(RLIMIT_NOFILE, &r) != 0 || r.rlim_cur == r.rlim_max) return;
+    r.rlim_cur = r.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &r); /* if not, opening says which file was one too many */
+}
+
 int main(int argc, char **argv) {
     stdio_guard();
+    files_allow();
     signal(SIGPIPE, SIG_IGN);
     int rc = dispatch(argc, argv);
     if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);

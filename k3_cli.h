@@ -60,7 +60,8 @@ enum {
 typedef enum { EFFORT_LOW, EFFORT_MEDIUM, EFFORT_HIGH, EFFORT_MAX, EFFORT_NONE } effort_level;
 
 typedef struct {
-    const char *arg; /* PROMPT, TEXT or a command's name                      */
+    const char *arg;  /* PROMPT, TEXT or a command's name                      */
+    const char *arg2; /* the second, where a command takes two                */
     const char *prompt_file, *ids;
     bool control;
     const char *model, *kernels;
@@ -86,9 +87,10 @@ typedef struct {
     const char *prompts;
     uint64_t repeats, expect;
     bool kernels_only, kernels_list, golden;
-    const char *system, *render, *load, *history; /* chat                     */
-    const char *cache;
-    uint64_t cache_size, undo, effort; /* effort_level                        */
+    const char *load, *save, *cache;
+    uint64_t cache_size;
+    const char *system, *render, *history; /* chat                            */
+    uint64_t undo, effort;                 /* effort: effort_level            */
     bool no_think, hide_think, null_ends;
     bool given[MAX_OPTION]; /* row i of the table was on the command line         */
 } cli_args;

@@ -29,7 +29,7 @@
  *   248   8  u64 XXH3-64 of bytes [0, 248)
  *
  * Key: XXH3-128 of numerics id (32 bytes), fingerprint (u64) and ids (u32 each).
- * A KDA layer is f32 [heads][d][d], the state, then f32 [q, k, v][3][heads x d], the last three
+ * A KDA layer is f32 [heads][k][v], the state, then f32 [q, k, v][3][heads x d], the last three
  * samples before the convolution, oldest first. An MLA layer is f32 [positions][latent row]:
  * [c | k_pe], padded to groups of 32 with zeros, in each group first the even elements, then the
  * odd ones.

@@ -100,7 +100,7 @@ class Source:
                             shape[1] // 16)
         if name.endswith("_scale"):  # RMS 1.5 / sqrt(fan in), to a power of two: codes 120..122 for K3
             shift = round(float(np.log2(1.5 / np.sqrt(32 * shape[1]))))
-            pool = self.pool(f"scale {shift}", lambda: (self.scale + shift).astype(np.uint8))
+            pool = self.pool(f"scale {shift}", lambda: (self.scale.astype(np.int64) + shift).astype(np.uint8))
             return self.cut(name.replace("_scale", "_packed"), pool, 1, shape[0] * shape[1], shape[1])
         if dtype == "F32" or len(shape) == 1:
             rng = np.random.RandomState(self.hash(name) & 0xffffffff)

@@ -52,7 +52,9 @@ run "$BUILD/test_model"
 run "$BUILD/test_engine" demo scripts tests/data $quick
 # shellcheck disable=SC2086
 run "$BUILD/test_stream" demo $quick
-for target in text config header index; do replay $target; done
+# shellcheck disable=SC2086
+run "$BUILD/test_state" demo tests/data $quick
+for target in text config header index state; do replay $target; done
 run tests/test_cli.sh
 run "$BUILD/test_xtml"
 if command -v python3 >/dev/null; then
@@ -62,6 +64,8 @@ else
     echo "chat: SKIP python3 is not installed (scripts/deps.sh test)"
     skipped=$((skipped + 1))
 fi
+# shellcheck disable=SC2086
+run tests/test_cache.sh $quick
 run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
 if [ -z "$quick" ]; then
     run tests/test_example.sh

@@ -368,6 +368,11 @@ check "plan at the floor" 0 "" "$K3" plan -q --threads 2 --ram "$floor" --disk 6
 expect "plan at the floor: budget" "$(awk '/^budget/ {print $4}' "$T/out")" "$floor"
 expect "plan: the parts are the budget" "$(awk '/^  [a-z]/ && !/GB.s/ {for (i = 2; i < NF; i++) if ($i ~ /^([KMGT]i)?B$/) {sum += $(i + 1); break}} END {print sum}' "$T/out")" "$floor"
 grep -q "at 6.3 GB/s" "$T/out" && pass "plan --disk" || fail "plan --disk" "$(cat "$T/out")"
+"$K3" plan -q --reader >"$T/out" 2>"$T/err" # no disk in a container's memory: an error that says so
+case $? in
+0) grep -q "^this disk .*GB/s" "$T/out" && pass "plan --reader" || fail "plan --reader" "$(cat "$T/out")" ;;
+*) grep -q -- "--reader: " "$T/err" && skip "plan --reader" "$(cat "$T/err")" || fail "plan --reader" "$(cat "$T/err")" ;;
+esac
 check "plan below the floor" 4 "below the floor.*$floor bytes" "$K3" plan -q --threads 2 --ram $((floor - 1))
 expect "plan below the floor: the table" "$(awk '/^floor/ {print $4} /^at the floor/ {print "shown"}' "$T/out" | xargs)" "$floor shown"
 check "plan far below the floor" 4 "below the floor.*$floor bytes" "$K3" plan -q --threads 2 --ram 1M

@@ -171,7 +171,7 @@ static void test_golden(void) {
             if (!fgets(want, sizeof want, bits)) want[0] = '0';
         } while (want[0] < '0' || want[0] > '9');
         if (!CHECK(sscanf(want, "%*u %llx %llx", &want_ids, &want_logits) == 2)) break;
-        if (n_done++ % (is_quick ? 12 : 3)) continue; /* two or five of them */
+        if (n_done++ % (is_quick ? 99 : 4)) continue; /* one or four of them */
         uint64_t ids_fnv, logits_fnv;
         hop(list, n, &ids_fnv, &logits_fnv);
         CHECK_EQ_INT(ids_fnv, want_ids);
@@ -235,7 +235,7 @@ static void test_splits(void) {
     for (int i = 0; i < n_ways; i++) k3_session_reset(at[i]);
     for (int k = stride; k < N_IDS; k += stride) {
         k3_state_info info;
-        size_t n_a, n_b, end = k % 37 == 23 ? N_IDS : (size_t)k + 2 < N_IDS ? (size_t)k + 2 : N_IDS;
+        size_t n_a, n_b, end = k % 67 == 23 && !is_quick ? N_IDS : (size_t)k + 2 < N_IDS ? (size_t)k + 2 : N_IDS;
         uint64_t used = way[0]->mem.used;
         CHECK(goes_on(from, (size_t)(k - stride), (size_t)k));
         CHECK_EQ_INT(k3_session_save(from, path_a, NULL, 0, &info, &err), 0);
@@ -694,7 +694,7 @@ static void test_cache_prefix(void) {
     for (size_t n = 0; n <= N_IDS; n += is_quick ? 19 : 1) {
         size_t want = n < 20 ? 0 : n == N_IDS ? 180 : n / 20 * 20;
         CHECK_EQ_INT(k3_cache_restore(d, to, ids, n, &err), want);
-        CHECK(goes_on(to, want, n % 50 == 19 ? n : want));
+        CHECK(goes_on(to, want, n % 50 == 19 && !is_quick ? n : want));
     }
     /* Ids that turn off at 117: what is past that must not be found. */
     uint32_t other[N_IDS];
