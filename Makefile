@@ -129,6 +129,7 @@ test: all $(TESTS) $(REPLAYS)
 test-model: all $(TESTS)
 	$(Q)test -n "$(MODEL)" || { echo "make test-model MODEL=DIR"; exit 2; }
 	$(Q)K3_TOKENIZER_DIR="$(MODEL)" $(BUILD)/test_text
+	$(Q)K3_TOKENIZER_DIR="$(MODEL)" K3=$(BUILD)/k3 tests/test_chat.py --pins
 	$(BUILD)/k3 info --model "$(MODEL)"
 	$(BUILD)/k3 verify --golden --model "$(MODEL)"
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """test_chat.py - `k3 chat` from outside: rendering, pipes, JSON lines, a pseudo-terminal.
 
-    K3=build/k3 tests/test_chat.py [--quick]
+    K3=build/k3 tests/test_chat.py [--quick | --pins]
 
 Rendering is compared with chat encodings made by the official encoder (tests/data/
 tokenizer_pins.json), with the prompts of demo/golden.json and with the strings of docs/K3-SPEC.md;
@@ -445,6 +445,11 @@ def test_undo_and_settings():
     equal("undo: same ids as without the detour", out[3]["context_fnv"], out[8]["context_fnv"])
     equal("undo: computes the new turn only", out[3]["n_prompt"], out[8]["n_prompt"])
     check("undo: none left", "no turn" in out[6]["error"]["message"], out[6])
+    out = talk([FRANCE, "And of Peru?", command("/effort low"), command("/effort none"),
+                command("/undo anyway"), "And of Peru?"], "--tokens", "20")
+    check("a state given up", "again" in out[3]["done"], out[3])
+    equal("read again it is the same", (out[5]["context_fnv"], out[5]["n_prompt"] > 60),
+          (out[1]["context_fnv"], True))
     if QUICK:
         return
     out = talk([FRANCE, command("/think off"), "And of Peru?", command("/think on"), brazil])
@@ -497,6 +502,24 @@ def test_save_load_cache():
     out = talk([FRANCE, "And of Peru?", command("/undo"), "And of Brazil?"], "--cache", cache,
                "--undo", "0", "--effort", "max")
     equal("undo by the cache", out[3]["content"], "The capital of Brazil is Brasília.")
+
+
+def test_least_memory():
+    """At the floor there is no room for snapshots: undo says so, or uses the cache."""
+    plan = subprocess.run([K3, "plan", "-q"], capture_output=True, text=True).stdout
+    floor = re.search(r"^floor .* (\d+)  ", plan, re.MULTILINE).group(1)
+    args = ["--ram", floor, "--no-think", "--tokens", "4", "--temperature", "0"]
+    text = FRANCE + "\nAnd of Peru?\n/undo\n/undo anyway\nAnd of Peru?\n"
+    r = k3(*args, text=text)
+    lines = r.stdout.decode().splitlines()
+    check("floor: /undo says what it would cost", r.returncode == 4 and b"`/undo anyway`" in
+          r.stderr and b"--cache DIR" in r.stderr, r)
+    equal("floor: /undo anyway", (len(lines), lines[1]), (3, lines[-1]))
+    r = k3(*args, "--cache", os.path.join(TMP.name, "floor"), text=text.replace(
+        "/undo anyway\n", ""))
+    equal("floor: /undo by the cache", (r.returncode, r.stdout.decode().splitlines()), (0, lines))
+    r = k3(*args, "--undo", "1", text=text)
+    check("floor: --undo asked for", r.returncode == 4 and b"floor" in r.stderr, r)
 
 
 def test_refusals():
@@ -699,6 +722,10 @@ def test_terminal_stop():
 
 
 def main():
+    if "--pins" in sys.argv:
+        test_pins()
+        print(f"chat: {n_passed} passed, {n_failed} failed, {n_skipped} skipped")
+        return n_failed > 0
     test_golden_prompts()
     test_pins()
     test_strings()
@@ -713,6 +740,8 @@ def main():
     test_same_everywhere()
     test_undo_and_settings()
     test_save_load_cache()
+    if not QUICK:
+        test_least_memory()
     if has_libedit():
         test_terminal()
         test_terminal_paste()
