@@ -1416,7 +1416,6 @@ static int chat_turn(chat *c, json_object *messages, json_object *request) {
     reply r;
     c->why = "";
     c->n_gen = c->n_step = c->n_cached = c->n_said = c->gen_ns = c->n_prompt = c->prompt_ns = 0;
-    interrupted = 0;
     int rc = turn_push(c);
     if (rc != DONE) return rc;
     if (c->n == 0) rc = chat_header(c);
@@ -1441,7 +1440,6 @@ static int chat_turn(chat *c, json_object *messages, json_object *request) {
     }
     reply_free(&r);
     if (rc == DONE) chat_store(c);
-    interrupted = 0;
     return rc;
 }
 
@@ -2061,14 +2059,32 @@ static void edit_resize(edit_state *in) {
     resized = 0;
 }
 
+/* Wait for input. False when a signal that stops came first, however close: between looking at
+ * `interrupted` and sleeping it is held back. */
+static bool edit_await(edit_state *in) {
+    static const int number[] = {SIGINT, SIGTERM, SIGHUP, SIGWINCH};
+    struct pollfd fd = {STDIN_FILENO, POLLIN, 0};
+    sigset_t held, was;
+    bool is_there = false;
+    sigemptyset(&held);
+    for (size_t i = 0; i < COUNT(number); i++) sigaddset(&held, number[i]);
+    sigprocmask(SIG_BLOCK, &held, &was);
+    while (!interrupted && !is_there) {
+        edit_resize(in);
+        int rc = ppoll(&fd, 1, NULL, &was);
+        is_there = rc > 0 || (rc < 0 && errno != EINTR); /* read() says what is wrong */
+    }
+    sigprocmask(SIG_SETMASK, &was, NULL);
+    return !interrupted;
+}
+
 /* The next byte of stdin; LINE_END, or LINE_STOPPED when a signal came first. */
 static int edit_byte(edit_state *in, unsigned char *byte) {
     while (in->at == in->n) {
+        if (!edit_await(in)) return LINE_STOPPED;
         ssize_t got = read(STDIN_FILENO, in->bytes, sizeof in->bytes);
-        int why = errno;
         edit_resize(in);
-        if (got < 0 && why == EINTR && !interrupted) continue;
-        if (got < 0 && why == EINTR) return LINE_STOPPED;
+        if (got < 0 && errno == EINTR) continue;
         if (got <= 0) return LINE_END;
         in->at = 0;
         in->n = (size_t)got;
@@ -2501,8 +2517,8 @@ static int chat_loop(chat *c) {
     buf line = {0};
     int rc = DONE;
     while (!c->is_over && !terminated && !ferror(stdout)) {
-        interrupted = 0;
-        int got = edit_line(c, &line);
+        if (c->is_terminal) interrupted = 0; /* on a pipe it ends everything, whenever it came */
+        int got = interrupted ? LINE_STOPPED : edit_line(c, &line);
         if (got == LINE_STOPPED && c->is_terminal && !terminated) {
             fputs("\n(Ctrl-D or /quit leaves)\n", stderr);
             continue;
@@ -2518,7 +2534,6 @@ static int chat_loop(chat *c) {
         if (is_blank(&line)) continue;
         int failed = chat_line(c, &line);
         if (failed != DONE && c->worst == DONE) c->worst = failed;
-        if (!c->is_terminal && c->why && strcmp(c->why, "interrupt") == 0) terminated = 1;
     }
     buf_free(&line);
     if (terminated) rc = INTERRUPTED;

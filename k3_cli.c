@@ -213,11 +213,13 @@ static const cli_option OPTION[] = {
     {"--tokens", "N", KIND_COUNT, AT(tokens), RUN, G_TEXT, "256", 0, 1u << 31,
      "most ids to generate; 0 runs the prompt and says nothing"},
     {"--effort", "low|medium|high|max|none", KIND_CHOICE, AT(effort), CHAT, G_TEXT, "max", 0, 0,
-     "how much to think; none leaves the message that says so away"},
+     "how much to think; none\n"
+     "leaves the message that says so away"},
     {"--no-think", NULL, KIND_FLAG, AT(no_think), CHAT, G_TEXT, NULL, 0, 0,
      "answer at once, without a thinking channel"},
     {"--tokens", "N", KIND_COUNT, AT(tokens), CHAT, G_TEXT, "0", 0, 1u << 31,
-     "most ids of one reply, thinking included; 0: as the context holds"},
+     "most ids of one reply, thinking included; 0: as many as the context\n"
+     "holds"},
     {"--undo", "N", KIND_COUNT, AT(undo), CHAT, G_TEXT, "1", 0, 64,
      "turns to keep room for in memory, so that /undo takes no time; more are\n"
      "kept where memory is left"},
