@@ -384,6 +384,18 @@ static void test_old_file(void) {
 
 /* ---- What must be refused ---- */
 
+/* As k3_session_new made it: cache rows are written before they are read, the rest is 0. */
+static bool is_new(const k3_session *s) {
+    for (uint32_t il = 0; il < s->e->sh.n_layers; il++) {
+        k3_state_array a;
+        k3_state_layer(s, il, 0, &a);
+        const float *p = a.p;
+        for (uint64_t i = 0; i < a.n_bytes / sizeof *p; i++)
+            if (p[i] != 0.0f) return false;
+    }
+    return s->pos == 0 && !s->is_broken;
+}
+
 /* Write n bytes of f, its header's checksum repaired if asked; loading must fail, say `why`, and
  * leave a session that is as new. */
 static bool refused(uint8_t *f, size_t n, bool repairs, int want, const char *why) {
@@ -400,8 +412,7 @@ static bool refused(uint8_t *f, size_t n, bool repairs, int want, const char *wh
     file_write(path_b, f, n);
     if (n >= HEAD) memcpy(f + SUM, sum, 8);
     int rc = k3_session_load(at[1], path_b, &app, &n_app, NULL, &err);
-    bool ok = rc == want && strstr(err.text, why) && !app && n_app == 0 &&
-              k3_session_pos(at[1]) == 0 && !at[1]->is_broken;
+    bool ok = rc == want && strstr(err.text, why) && !app && n_app == 0 && is_new(at[1]);
     if (!ok) printf("    got %d '%s', want %d '%s'\n", rc, err.text, want, why);
     /* Without a model the bytes are judged, not whose they are. */
     if (want == K3_ECHECK && !repairs && k3_state_check(path_b, true, &h, &err) != K3_ECHECK)
