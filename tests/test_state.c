@@ -466,6 +466,10 @@ static void test_refusals(void) {
     refuse_field(f, n, 80, 1, K3_ECHECK, "the header says");
     refuse_field(f, n, 88, 1, K3_ECHECK, "do not fit together");
     refuse_field(f, n, 96, 1, K3_ECHECK, "do not fit together");
+    at[0]->ids[3] = 2048; /* everything right about it but that there is no such id */
+    k3_session_save(at[0], path_b, NULL, 0, NULL, &err);
+    CHECK_EQ_INT(k3_session_load(at[1], path_b, NULL, NULL, NULL, &err), K3_ECHECK);
+    CHECK(strstr(err.text, "id 2048 at position 3") && is_new(at[1]));
     k3_session *small = session(way[1], 59);
     CHECK_EQ_INT(k3_session_load(small, path_a, NULL, NULL, NULL, &err), K3_EFULL);
     k3_session_free(small);
