@@ -100,6 +100,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (rc < 0) {
         must(rc == K3_ECHECK || rc == K3_EFULL, "a refusal of another kind");
         must_be_line(err.text);
+        k3_state_array a;
+        k3_state_layer(s, 0, 0, &a);
+        for (uint64_t i = 0; i < a.n_bytes; i++) must(!((uint8_t *)a.p)[i], "half a layer");
         must(n == 0 && !app && n_app == 0, "half a state");
     } else {
         must(checked == 0 && n == h.n_pos && n_app == h.n_app && n > 0 && n <= 16,
