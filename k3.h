@@ -85,6 +85,7 @@ typedef struct {
     int chunk;             /* most positions computed together, 1..4096; 0: by the budget  */
     float eps_lora;        /* q_a and kv_a layernorm eps; K3-SPEC 3.6 default 1e-6         */
     uint64_t ram_bytes;    /* bound of the process's peak RSS; 0: what is free, less 1/16  */
+    uint64_t caller_bytes; /* what the caller itself holds, counted in ram_bytes           */
     uint64_t context;      /* positions planned for; 0: 4096, or the model's maximum if less */
     uint32_t snapshots;    /* undo snapshots to leave room for, in the plan; 0: none       */
     bool headers_only;     /* check every header, load no weight: for info, plan, verify   */

@@ -355,11 +355,11 @@ static const cli_option OPTION[] = {
     {"--pins", "FILE", KIND_TEXT, AT(pins), RUN | CHAT | BENCH | PLAN, G_DISK, NULL, 0, 0,
      "experts to read at the start and keep, `layer expert` a line, the most\n"
      "wanted first"},
-    {"--sums", "FILE", KIND_TEXT, AT(sums), RUN | CHAT | BENCH | VERIFY, G_DISK, NULL, 0, 0,
+    {"--sums", "FILE", KIND_TEXT, AT(sums), RUN | CHAT | BENCH | VERIFY | PLAN, G_DISK, NULL, 0, 0,
      "checksums made by `k3 verify --write-sums` (default: k3.sums in the\n"
      "model directory, if it is there)"},
-    {"--no-check", NULL, KIND_FLAG, AT(no_check), RUN | CHAT | BENCH, G_DISK, NULL, 0, 0,
-     "do not compare what is read with checksums"},
+    {"--no-check", NULL, KIND_FLAG, AT(no_check), RUN | CHAT | BENCH | VERIFY | PLAN, G_DISK, NULL,
+     0, 0, "do not compare what is read with checksums"},
 };
 
 /* `given` has a place for each row. */
@@ -987,16 +987,42 @@ static int tokenizer_open(k3_tokenizer **t, const cli_args *a, const char *dir) 
     return status < 0 ? fail_status(status, &err) : DONE;
 }
 
-/* An output file that is whole or absent. Devices and pipes are never removed. */
+/* An output file that is whole, or as it was before: opened early, so that hours of work do not end
+ * in a place that cannot be written; emptied when there is something to write. Devices and pipes
+ * are never removed. */
 typedef struct {
     FILE *f;
     const char *path;
+    bool is_new, is_begun;
 } outfile;
 
 static int outfile_open(outfile *o, const char *path) {
+    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     o->path = path;
-    o->f = fopen(path, "wb");
+    o->is_begun = false;
+    o->is_new = fd >= 0;
+    if (fd < 0 && errno == EEXIST) fd = open(path, O_WRONLY | O_CLOEXEC);
+    o->f = fd >= 0 ? fdopen(fd, "wb") : NULL;
     return o->f ? DONE : fail(FAIL_IO, "%s: %s", path, strerror(errno));
+}
+
+/* The run has begun: what was in the file is given up. */
+static int outfile_begin(outfile *o) {
+    struct stat st;
+    if (!o->f) return DONE;
+    o->is_begun = true;
+    if (fstat(fileno(o->f), &st) != 0 || !S_ISREG(st.st_mode)) return DONE;
+    return ftruncate(fileno(o->f), 0) == 0 ? DONE
+                                           : fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
+}
+
+/* Two outputs in one file would be neither. */
+static int outfile_differ(const outfile *a, const outfile *b) {
+    struct stat x, y;
+    if (!a->f || !b->f || fstat(fileno(a->f), &x) != 0 || fstat(fileno(b->f), &y) != 0 ||
+        !S_ISREG(x.st_mode) || x.st_dev != y.st_dev || x.st_ino != y.st_ino)
+        return DONE;
+    return fail(FAIL_USAGE, "%s and %s are one file; two outputs need two", a->path, b->path);
 }
 
 static int outfile_write(outfile *o, const void *p, size_t n_bytes) {
@@ -1004,7 +1030,7 @@ static int outfile_write(outfile *o, const void *p, size_t n_bytes) {
     return fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
 }
 
-/* Close; `keep` false, or a failure to write the rest, removes what is there. */
+/* Close; `keep` false, or a failure to write the rest, removes what was begun. */
 static int outfile_close(outfile *o, bool keep) {
     struct stat st;
     int rc = DONE;
@@ -1015,7 +1041,7 @@ static int outfile_close(outfile *o, bool keep) {
         rc = fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
     else if (had_error)
         rc = keep ? fail(FAIL_IO, "%s: write error", o->path) : FAIL_IO;
-    if ((rc != DONE || !keep) && is_file) remove(o->path);
+    if ((rc != DONE || !keep) && is_file && (o->is_new || o->is_begun)) remove(o->path);
     o->f = NULL;
     return rc;
 }
@@ -1319,6 +1345,22 @@ static int run_state_keep(run_state *r) {
 }
 
 /* Everything before the first position: prompt, tokenizer, files, weights, session. */
+/* Of so many bytes, those that the engine's allowance for its caller does not cover. */
+static uint64_t beyond_allowance(uint64_t bytes) {
+    const uint64_t covered = 4u << 20;
+    return bytes > covered ? bytes - covered : 0;
+}
+
+/* What this program holds beside the engine, where it may be more than the allowance for it: text,
+ * ids and, with --json, an object for each id. */
+static uint64_t run_bytes(const run_state *r, uint64_t context) {
+    uint64_t most = context ? context : DEFAULT_CONTEXT, n = r->prompt_ids.n;
+    uint64_t n_said = r->a->tokens < most ? r->a->tokens : most;
+    uint64_t bytes = r->prompt.n + (r->prompt.n + n) * sizeof(uint32_t) + n_said * 16;
+    if (r->a->json) bytes += n_said * 128;
+    return beyond_allowance(bytes);
+}
+
 static int run_open(run_state *r) {
     const cli_args *a = r->a;
     uint64_t context = 0;
@@ -1337,11 +1379,15 @@ static int run_open(run_state *r) {
     if (rc == DONE && a->dump_logits) rc = outfile_open(&r->dump, a->dump_logits);
     if (rc == DONE && a->trace && a->trace[0]) rc = outfile_open(&r->trace, a->trace);
     if (rc == DONE && a->routing) rc = outfile_open(&r->routing, a->routing);
+    if (rc == DONE) rc = outfile_differ(&r->dump, &r->trace);
+    if (rc == DONE) rc = outfile_differ(&r->dump, &r->routing);
+    if (rc == DONE) rc = outfile_differ(&r->trace, &r->routing);
     if (rc != DONE) return rc;
     signals_catch();
     uint64_t start = clock_ns();
     k3_options o = engine_options(a, r->dir, &r->con);
     o.context = context;
+    o.caller_bytes = run_bytes(r, context);
     rc = engine_open(&r->e, &o);
     r->load_ns = clock_ns() - start;
     if (rc == DONE) rc = timeline_open(&r->line, r->e, a);
@@ -1349,6 +1395,10 @@ static int run_open(run_state *r) {
     context = k3_session_context(r->line.s);
     rc = run_check_context(r, context);
     if (rc == DONE) rc = run_state_open(r);
+    if (rc == DONE) rc = outfile_begin(&r->dump);
+    if (rc == DONE) rc = outfile_begin(&r->trace);
+    if (rc == DONE) rc = outfile_begin(&r->routing);
+    if (rc != DONE) return rc;
     if (a->verbose)
         say("kernels %s, threads %d, chunk %d, context %llu, numerics %s", k3_engine_kernels(r->e),
             k3_engine_threads(r->e), k3_engine_chunk(r->e), (unsigned long long)context,
@@ -1790,7 +1840,7 @@ static int bench_open(bench_state *b) {
     const cli_args *a = b->a;
     char path[4096];
     k3_error err = {{0}};
-    uint64_t most = 0;
+    uint64_t most = 0, bytes = 0;
     int rc = model_find(a, &b->dir);
     if (rc != DONE) return rc;
     snprintf(path, sizeof path, "%s/tiktoken.model", b->dir);
@@ -1808,6 +1858,9 @@ static int bench_open(bench_state *b) {
     signals_catch();
     k3_options o = engine_options(a, b->dir, &b->con);
     if (!o.context) o.context = most;
+    for (size_t i = 0; i < b->n_prompt; i++)
+        bytes += sizeof(id_list) * 2 + 32 + b->prompt[i].n * 4 * sizeof(uint32_t);
+    o.caller_bytes = beyond_allowance(bytes);
     rc = engine_open(&b->e, &o);
     if (rc == DONE && !a->quiet && is_streaming(b->e)) plan_say(b->e);
     return rc == DONE ? timeline_open(&b->line, b->e, a) : rc;
@@ -1971,15 +2024,18 @@ static int replay_parse(replay_trace *t, const char *path, char *text, size_t i_
     if (v[1] >= t->n_layers)
         return fail(FAIL_USAGE, "%s: line %zu: layer %llu", path, i_line, v[1]);
     *l = (replay_line){.pos = (uint32_t)v[0], .layer = (uint32_t)v[1]};
-    while (*at == ' ' && l->n < K3_MAX_TOP_K) {
+    while (*at == ' ' && l->n < t->top_k) {
         char *from = at, *colon;
         unsigned long long id = strtoull(from, &colon, 10);
-        if (colon == from || *colon != ':' || id >= t->n_experts)
-            return fail(FAIL_USAGE, "%s: line %zu: not expert:weight", path, i_line);
+        float w = *colon == ':' ? strtof(colon + 1, &at) : -1.0f;
+        if (colon == from || at == colon + 1 || !(w >= 0.0f && w < INFINITY) ||
+            id >= t->n_experts || (l->n > 0 && id <= l->id[l->n - 1]))
+            return fail(FAIL_USAGE, "%s: line %zu: not expert:weight, ids ascending", path, i_line);
         l->id[l->n] = (uint32_t)id;
-        l->w[l->n++] = strtof(colon + 1, &at);
+        l->w[l->n++] = w;
     }
-    if (*at && *at != '\n') return fail(FAIL_USAGE, "%s: line %zu: too many experts", path, i_line);
+    if (l->n != t->top_k || *at)
+        return fail(FAIL_USAGE, "%s: line %zu: not %u experts", path, i_line, t->top_k);
     t->n++;
     return DONE;
 }
@@ -1993,9 +2049,10 @@ static int replay_read(replay_trace *t, const char *path) {
     char *end = file.n ? memchr(file.p, '\n', file.n) : NULL;
     if (end) *end = 0;
     if (!end ||
-        sscanf(file.p, "k3-routing 1 %u %u %u %llu%n", &t->n_layers, &t->n_experts, &t->top_k,
+        sscanf(file.p, "k3-routing 1 %4u %5u %2u %15llu%n", &t->n_layers, &t->n_experts, &t->top_k,
                &t->expert_bytes, &n_head) != 4 ||
-        t->n_layers > K3_MAX_LAYERS || t->n_experts > 65535) {
+        file.p[n_head] || t->n_layers > K3_MAX_LAYERS || t->n_experts > 65535 || t->top_k == 0 ||
+        t->top_k > K3_MAX_TOP_K || t->top_k > t->n_experts) {
         rc = fail(FAIL_USAGE, "%s: no routing trace; make one with `k3 run --trace FILE`", path);
     } else if (!(t->line = malloc((n_line + 1) * sizeof *t->line))) {
         rc = fail_memory("the trace", (n_line + 1) * sizeof *t->line);
@@ -2078,6 +2135,7 @@ static int replay_write_pins(const replay_trace *t, const char *path) {
                 (double)t->line[i].w[k];
     qsort(pin, n, sizeof *pin, compare_pins);
     int rc = outfile_open(&out, path);
+    if (rc == DONE) rc = outfile_begin(&out);
     for (size_t i = 0; rc == DONE && i < n && pin[i].weight > 0; i++)
         fprintf(out.f, "%u %u %.6g\n", (unsigned)pin[i].layer, (unsigned)pin[i].ie, pin[i].weight);
     free(pin);
@@ -2208,9 +2266,10 @@ static int reader_open(reader *r, const char *dir, uint64_t block) {
                     : fail(FAIL_USAGE, "--reader: %s has no block of %zu bytes", dir, r->block);
 }
 
-/* The best depth and its speed. */
-static int reader_find(reader *r) {
+/* The best depth and its speed, with blocks of at most `ram` bytes in flight (0: any). */
+static int reader_find(reader *r, uint64_t ram) {
     for (int depth = 1; depth <= READER_DEPTH; depth *= 2) {
+        if (ram && depth > 1 && (uint64_t)depth * r->block > ram / 2) break;
         double speed = reader_measure(r, depth);
         if (speed <= r->before) continue;
         r->before = speed;
@@ -2503,18 +2562,19 @@ static int bench_kernels(int max_threads, const char *only, FILE *out) {
     return K3_OK;
 }
 
-static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con);
+static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con,
+                               bool has_use_for_sums);
 
 /* The reader before the engine is there: its buffers are gone then. */
 static int bench_reader(bench_state *b) {
     k3_engine *e = NULL;
     int rc = model_find(b->a, &b->dir);
-    if (rc == DONE) rc = engine_open_headers(&e, b->a, b->dir, &b->con);
+    if (rc == DONE) rc = engine_open_headers(&e, b->a, b->dir, &b->con, false);
     if (rc != DONE) return rc;
     uint64_t block = k3_engine_shape(e)->expert_bytes;
     k3_engine_close(e);
     rc = reader_open(&b->reader, b->dir, block ? block : 1 << 20);
-    return rc == DONE ? reader_find(&b->reader) : rc;
+    return rc == DONE ? reader_find(&b->reader, b->a->ram) : rc;
 }
 
 /* And after the runs; the mean of both is what they are compared with. */
@@ -2642,9 +2702,11 @@ static int verify_golden(const cli_args *a, const char *dir, console *con) {
 static uint64_t expert_count(const k3_shape *s) { return moe_layers(s) * s->n_experts; }
 
 /* Open for questions: headers only. */
-static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con) {
+static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con,
+                               bool has_use_for_sums) {
     k3_options o = engine_options(a, dir, con);
     o.headers_only = true;
+    o.no_check = o.no_check || !has_use_for_sums;
     return engine_open(e, &o);
 }
 
@@ -2658,7 +2720,7 @@ static int cmd_verify(const cli_args *a) {
     int rc = model_find(a, &dir);
     if (rc != DONE) return rc;
     signals_catch();
-    rc = engine_open_headers(&e, a, dir, &con);
+    rc = engine_open_headers(&e, a, dir, &con, true);
     if (rc != DONE) goto done;
     const k3_shape *s = k3_engine_shape(e);
     if (a->golden && (s->vocab_size != GOLDEN_VOCAB || s->n_layers != GOLDEN_LAYERS)) {
@@ -2755,12 +2817,13 @@ static void plan_reads(const k3_plan *p, const k3_shape *s, float disk) {
     if (is_all)
         snprintf(note, sizeof note, "once each expert was used");
     else
-        snprintf(note, sizeof note, "at most: trunk and %llu experts, none of them in a slot",
+        snprintf(note, sizeof note,
+                 "trunk and %llu experts, none of them in a slot; guesses may add to it",
                  (unsigned long long)n_experts);
     plan_row("a token reads", n_bytes, note);
     for (size_t i = 0; n_bytes && i < (disk > 0 ? 1 : COUNT(usual)); i++)
-        printf("  at %.3g GB/s %18.3f s a token at most, where the disk is what takes time\n",
-               speed[i], (double)n_bytes * 1e-9 / speed[i]);
+        printf("  at %.3g GB/s %18.3f s a token, where the disk is what takes time\n", speed[i],
+               (double)n_bytes * 1e-9 / speed[i]);
     plan_next_gb(p, s);
 }
 
@@ -2790,10 +2853,10 @@ static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console 
 }
 
 /* The disk's own speed, for --reader. */
-static int plan_measure(const char *dir, uint64_t expert_bytes, float *gb_per_s) {
+static int plan_measure(const char *dir, uint64_t expert_bytes, uint64_t ram, float *gb_per_s) {
     reader r = {0};
     int rc = reader_open(&r, dir, expert_bytes ? expert_bytes : 1 << 20);
-    if (rc == DONE) rc = reader_find(&r);
+    if (rc == DONE) rc = reader_find(&r, ram);
     if (rc == DONE) {
         printf("\nthis disk            %.2f GB/s, %d reads in flight\n", r.before * 1e-9,
                r.best_depth);
@@ -2817,7 +2880,7 @@ static int cmd_plan(const cli_args *a) {
     const k3_plan *p = k3_engine_plan(e);
     plan_split(p, k3_engine_shape(e), asked, !a->ram);
     float disk = a->disk;
-    if (a->reader) rc = plan_measure(dir, k3_engine_shape(e)->expert_bytes, &disk);
+    if (a->reader) rc = plan_measure(dir, k3_engine_shape(e)->expert_bytes, a->ram, &disk);
     plan_reads(p, k3_engine_shape(e), disk);
     if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);
     if (rc == DONE && asked < p->floor_bytes)
@@ -2881,7 +2944,7 @@ static int cmd_info(const cli_args *a) {
     if (a->kernels_list) return info_kernels_list();
     console_init(&con, a);
     int rc = model_find(a, &dir);
-    if (rc == DONE) rc = engine_open_headers(&e, a, dir, &con);
+    if (rc == DONE) rc = engine_open_headers(&e, a, dir, &con, false);
     if (rc != DONE) return rc;
     printf("model        %s\n", dir);
     info_geometry(k3_engine_shape(e));

@@ -428,6 +428,25 @@ static void refuse_field(uint8_t *f, size_t n, size_t offset, uint8_t flip, int 
     f[offset] ^= flip;
 }
 
+/* The first plane of the first section one byte longer than it can be, all checksums right: sizes
+ * are believed before checksums can be looked at, so they must be judged. */
+static void refuse_long_plane(const uint8_t *f, size_t n) {
+    uint8_t *g = malloc(n + 1);
+    uint32_t stored = u32_at(f + HEAD + 20), longer = stored + 1;
+    uint64_t size = n + 1, payload = 1;
+    for (int b = 0; b < 4; b++) payload += u32_at(f + HEAD + 20 + 4 * b);
+    CHECK_EQ_INT(stored, u32_at(f + HEAD + 16) / 4); /* as it is, not packed */
+    memcpy(g, f, HEAD + 48 + stored);
+    g[HEAD + 48 + stored] = 1;
+    memcpy(g + HEAD + 49 + stored, f + HEAD + 48 + stored, n - HEAD - 48 - stored);
+    memcpy(g + 80, &size, 8);
+    memcpy(g + HEAD + 20, &longer, 4);
+    uint64_t sum = XXH3_64bits_withSeed(g + HEAD + 48, (size_t)payload, XXH3_64bits(g + HEAD, 40));
+    memcpy(g + HEAD + 40, &sum, 8);
+    CHECK(refused(g, n + 1, true, K3_ECHECK, "damaged: ids"));
+    free(g);
+}
+
 static void test_refusals(void) {
     k3_error err;
     size_t n;
@@ -466,6 +485,11 @@ static void test_refusals(void) {
     refuse_field(f, n, 80, 1, K3_ECHECK, "the header says");
     refuse_field(f, n, 88, 1, K3_ECHECK, "do not fit together");
     refuse_field(f, n, 96, 1, K3_ECHECK, "do not fit together");
+    refuse_long_plane(f, n);
+    at[0]->ids[3] = 2048; /* everything right about it but that there is no such id */
+    k3_session_save(at[0], path_b, NULL, 0, NULL, &err);
+    CHECK_EQ_INT(k3_session_load(at[1], path_b, NULL, NULL, NULL, &err), K3_ECHECK);
+    CHECK(strstr(err.text, "id 2048 at position 3") && is_new(at[1]));
     k3_session *small = session(way[1], 59);
     CHECK_EQ_INT(k3_session_load(small, path_a, NULL, NULL, NULL, &err), K3_EFULL);
     k3_session_free(small);
