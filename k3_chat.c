@@ -1085,31 +1085,31 @@ typedef struct {
 } chat;
 
 /* A line for the user: stderr, or with --json part of the answer to the command. */
-PRINTF_LIKE(2, 3) static void tell(chat *c, const char *format, ...) {
+static void tell_args(chat *c, bool is_fault, const char *format, va_list args) {
     char line[1024];
-    va_list args;
-    va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
-    va_end(args);
     console_clear(&c->con);
     if (c->a->json)
         buf_printf(&c->told, "%s%s", c->told.n ? "\n" : "", line);
+    else if (is_fault)
+        say("%s", line);
     else
         fprintf(stderr, "%s\n", line);
 }
 
-/* Something did not go as asked; said with -q too. Returns `code`. */
-PRINTF_LIKE(3, 4) static int complain(chat *c, int code, const char *format, ...) {
-    char line[1024];
+PRINTF_LIKE(2, 3) static void tell(chat *c, const char *format, ...) {
     va_list args;
     va_start(args, format);
-    vsnprintf(line, sizeof line, format, args);
+    tell_args(c, false, format, args);
     va_end(args);
-    console_clear(&c->con);
-    if (c->a->json)
-        buf_printf(&c->told, "%s%s", c->told.n ? "\n" : "", line);
-    else
-        say("%s", line);
+}
+
+/* Something did not go as asked; said with -q too. Returns `code`. */
+PRINTF_LIKE(3, 4) static int complain(chat *c, int code, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    tell_args(c, true, format, args);
+    va_end(args);
     return code;
 }
 
@@ -1516,16 +1516,6 @@ static void show_reply(chat *c, reply *r) {
     show_text(c, SHOW_ANSWER, answer, n_answer);
 }
 
-static int put_json_line(json_object *o) {
-    size_t n = 0;
-    const char *text = json_object_to_json_string_length(
-        o, JSON_C_TO_STRING_PLAIN | JSON_C_TO_STRING_NOSLASHESCAPE, &n);
-    int rc = text ? out_write(text, n) : fail_memory("a line of JSON", n);
-    if (rc == DONE) rc = out_write("\n", 1);
-    json_object_put(o);
-    return rc;
-}
-
 static json_object *json_text(const buf *b) {
     return json_object_new_string_len(buf_text(b), (int)b->n);
 }
@@ -1547,7 +1537,7 @@ static int show_json(chat *c, const reply *r) {
     json_put_hash(o, "context_fnv", k3_fnv1a(K3_FNV_BASIS, c->id, c->n * sizeof *c->id));
     json_put_real(o, "prompt_s", (double)c->prompt_ns * 1e-9);
     json_put_real(o, "gen_s", (double)c->gen_ns * 1e-9);
-    return put_json_line(o);
+    return out_json_line(o);
 }
 
 /* Tool calls, one a line: name and arguments. */
@@ -2356,7 +2346,7 @@ static int render_print(const cli_args *a, const xtml *x) {
     if (!a->ids_only) json_put(o, "segments", json_object_get(segments));
     json_object_put(segments);
     if (a->json)
-        rc = put_json_line(o);
+        rc = out_json_line(o);
     else
         json_object_put(o);
     return rc != DONE ? rc : fflush(stdout) != 0 ? fail_stdout(errno) : DONE;
@@ -2476,7 +2466,7 @@ static int chat_json_answer(chat *c, int rc, bool is_command) {
         json_put(o, "error", json_object_get(error));
     }
     json_object_put(error);
-    return put_json_line(o);
+    return out_json_line(o);
 }
 
 static int chat_text_turn(chat *c, const char *p, size_t n) {

@@ -105,6 +105,16 @@ int out_write(const char *p, size_t n_bytes) {
     return fail_stdout(errno);
 }
 
+int out_json_line(struct json_object *o) {
+    size_t n = 0;
+    const char *text = json_object_to_json_string_length(
+        o, JSON_C_TO_STRING_PLAIN | JSON_C_TO_STRING_NOSLASHESCAPE, &n);
+    int rc = text ? out_write(text, n) : fail_memory("a line of JSON", n);
+    if (rc == DONE) rc = out_write("\n", 1);
+    json_object_put(o);
+    return rc;
+}
+
 /* "1.50 GiB", "8.72 MiB", "512 B"; `text` is the caller's. */
 const char *fmt_bytes(char text[32], uint64_t n_bytes) {
     static const char *const unit[] = {"KiB", "MiB", "GiB", "TiB", "PiB"};
@@ -1590,13 +1600,7 @@ static int run_json(const run_state *r) {
     json_put(o, "chunk", json_object_new_int(k3_engine_chunk(r->e)));
     json_put(o, "numerics", json_object_new_string(K3_NUMERICS_ID));
     json_put(o, "version", json_object_new_string(K3_VERSION));
-    size_t n = 0;
-    const char *text = json_object_to_json_string_length(
-        o, JSON_C_TO_STRING_PLAIN | JSON_C_TO_STRING_NOSLASHESCAPE, &n);
-    int rc = text ? out_write(text, n) : fail_memory("the JSON object", n);
-    if (rc == DONE) rc = out_write("\n", 1);
-    json_object_put(o);
-    return rc;
+    return out_json_line(o);
 }
 
 double percent(uint64_t part, uint64_t whole) {

@@ -41,6 +41,8 @@ int fail_memory(const char *what, size_t n_bytes);
 int fail_status(int status, const k3_error *err);
 int fail_stdout(int error);
 int out_write(const char *p, size_t n_bytes);
+struct json_object;
+int out_json_line(struct json_object *o); /* one line; the object is given up */
 
 const char *fmt_bytes(char text[32], uint64_t n_bytes);
 uint64_t clock_ns(void);
