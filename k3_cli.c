@@ -2981,6 +2981,7 @@ static int cache_visit(void *user, const char *path, const k3_state_head *head, 
     struct tm tm;
     if (interrupted) return K3_ECANCEL;
     if (rc >= 0 && w->checks) rc = k3_state_check(path, true, &again, &err);
+    if (rc == K3_EIO && access(path, F_OK) != 0) return 0; /* evicted meanwhile: no fault */
     w->n++;
     w->n_bytes += head->file_bytes;
     w->n_bad += rc < 0;
