@@ -119,9 +119,32 @@ static void json_mark(buf *out, const char *p, size_t n) {
     }
 }
 
+enum { LINE_DEPTH = 64, NOTES_DEPTH = 80, MOST_VALUES = 20000 };
+
+/* At least as many as the text has values: a tree takes memory that no budget counts, some hundred
+ * bytes for each of them. */
+static size_t json_count_values(const char *p, size_t n) {
+    size_t n_values = 1;
+    bool is_string = false;
+    for (size_t i = 0; i < n; i++) {
+        if (is_string && p[i] == '\\')
+            i++;
+        else if (p[i] == '"')
+            is_string = !is_string;
+        else if (!is_string && (p[i] == ',' || p[i] == ':' || p[i] == '[' || p[i] == '{'))
+            n_values++;
+    }
+    return n_values;
+}
+
 /* p[n] is 0. NULL with *why NULL is the JSON null. */
-static json_object *json_parse_strict(const char *p, size_t n, size_t *at, const char **why) {
-    json_tokener *k = json_tokener_new_ex(64);
+static json_object *json_parse_strict(const char *p, size_t n, int depth, size_t *at,
+                                      const char **why) {
+    *at = 0;
+    *why = "more than 20000 values";
+    if (json_count_values(p, n) > MOST_VALUES) return NULL;
+    *why = "no memory";
+    json_tokener *k = json_tokener_new_ex(depth);
     json_object *o = NULL;
     if (!k) return NULL;
     json_tokener_set_flags(k, JSON_TOKENER_STRICT | JSON_TOKENER_VALIDATE_UTF8);
@@ -146,13 +169,14 @@ static json_object *json_parse_strict(const char *p, size_t n, size_t *at, const
 /* A JSON value, every number with its own text. p[n] is 0. *why: NULL, or what is wrong at *at. */
 static json_object *json_read(const char *p, size_t n, size_t *at, const char **why) {
     buf marked = {0};
-    json_object *o = json_parse_strict(p, n, at, why);
+    json_object *o = json_parse_strict(p, n, LINE_DEPTH, at, why);
     if (*why) return NULL;
     json_object_put(o);
+    o = NULL;
     json_mark(&marked, p, n);
     size_t marked_at;
     *why = "no memory";
-    o = marked.is_short ? NULL : json_parse_strict(marked.p, marked.n, &marked_at, why);
+    if (!marked.is_short) o = json_parse_strict(marked.p, marked.n, LINE_DEPTH, &marked_at, why);
     buf_free(&marked);
     return o;
 }
@@ -1152,6 +1176,12 @@ static void chat_drop_snapshots(chat *c) {
     }
 }
 
+/* Tools are declared with the first turn, and go with it. */
+static void chat_drop_tools(chat *c) {
+    json_object_put(c->tools);
+    c->tools = NULL;
+}
+
 /* Forget the last turn and its ids; the session is not touched. */
 static void chat_cut_turn(chat *c) {
     turn *u = &c->turns[--c->n_turn];
@@ -1162,6 +1192,7 @@ static void chat_cut_turn(chat *c) {
     c->render.n_tool = u->n_tool;
     c->n_call = u->n_call;
     turn_drop_snapshot(u);
+    if (c->n_turn == 0) chat_drop_tools(c);
 }
 
 /* Put a session that lost its state, or whose ids were cut, where the ids still hold: at `u`'s
@@ -1195,14 +1226,19 @@ static void turn_snapshot(chat *c, turn *u) {
     }
 }
 
+static int turn_reserve(chat *c) {
+    if (c->n_turn < c->cap_turn) return DONE;
+    size_t cap = c->cap_turn * 2 + 16;
+    turn *grown = realloc(c->turns, cap * sizeof *grown);
+    if (!grown) return complain(c, FAIL_IO, "no memory for another turn");
+    c->turns = grown;
+    c->cap_turn = cap;
+    return DONE;
+}
+
 static int turn_push(chat *c) {
-    if (c->n_turn == c->cap_turn) {
-        size_t cap = c->cap_turn * 2 + 16;
-        turn *grown = realloc(c->turns, cap * sizeof *grown);
-        if (!grown) return complain(c, FAIL_IO, "no memory for another turn");
-        c->turns = grown;
-        c->cap_turn = cap;
-    }
+    int rc = turn_reserve(c);
+    if (rc != DONE) return rc;
     turn u = {.start = c->n, .calls = json_object_get(c->render.calls)};
     u.n_tool = c->render.n_tool;
     u.n_call = c->n_call;
@@ -1214,11 +1250,28 @@ static int turn_push(chat *c) {
 
 static void chat_reset(chat *c) {
     while (c->n_turn) chat_cut_turn(c);
+    chat_drop_tools(c);
     json_object_put(c->queue);
     c->queue = NULL;
     c->n = c->n_header = 0;
     c->is_stored = false;
     k3_session_reset(c->s);
+}
+
+/* Free all that is the conversation's, and forget it; the session is not touched. */
+static void chat_forget(chat *c) {
+    while (c->n_turn) chat_cut_turn(c);
+    chat_drop_tools(c);
+    json_object_put(c->queue);
+    json_object_put(c->render.calls);
+    buf_free(&c->system);
+    free(c->turns);
+    free(c->id);
+    c->queue = c->render.calls = NULL;
+    c->turns = NULL;
+    c->id = NULL;
+    c->n = c->cap = c->n_header = c->cap_turn = 0;
+    c->is_stored = false;
 }
 
 /* ==== 6. One turn ====================================================================
@@ -1735,16 +1788,23 @@ static int command_seed(chat *c, const char *arg) {
 /* What a state file needs besides the session to go on with the conversation. */
 static json_object *chat_notes(const chat *c) {
     json_object *o = json_object_new_object(), *wait = json_object_new_array();
-    json_object *starts = json_object_new_array();
+    json_object *starts = json_object_new_array(), *before = json_object_new_array();
     char seed[24];
     for (size_t i = chat_pos(c); i < c->n; i++)
         json_object_array_add(wait, json_object_new_int64(c->id[i]));
-    for (size_t i = 0; i < c->n_turn; i++)
+    for (size_t i = 0; i < c->n_turn; i++) {
+        json_object *one = json_object_new_object();
+        json_put_count(one, "n_call", c->turns[i].n_call);
+        json_put_count(one, "n_tool", c->turns[i].n_tool);
+        json_put(one, "calls", json_object_get(c->turns[i].calls));
+        json_object_array_add(before, one);
         json_object_array_add(starts, json_object_new_int64((int64_t)c->turns[i].start));
+    }
     snprintf(seed, sizeof seed, "%llu", (unsigned long long)c->sampler.seed);
     json_put_count(o, "k3_chat", 1);
     json_put(o, "waiting", wait);
     json_put(o, "turns", starts);
+    json_put(o, "before", before);
     json_put_count(o, "n_header", c->n_header);
     json_put_count(o, "n_call", c->n_call);
     json_put_count(o, "n_tool", c->render.n_tool);
@@ -1761,109 +1821,252 @@ static json_object *chat_notes(const chat *c) {
     return o;
 }
 
+/* Read what waits, so that it need not wait again when the state is loaded. */
+static int chat_feed_waiting(chat *c) {
+    k3_error err = {{0}};
+    size_t pos = chat_pos(c), context = (size_t)k3_session_context(c->s);
+    size_t most = c->n < context ? c->n : context;
+    if (most <= pos) return DONE;
+    c->con.start_ns = c->con.last_ns = clock_ns();
+    console_answer(&c->con, 0, 0);
+    int status = k3_session_feed(c->s, c->id + pos, most - pos, K3_ROWS_NONE, NULL, &err);
+    console_clear(&c->con);
+    c->is_stored = false;
+    if (status >= 0) return DONE;
+    chat_recover_last(c);
+    return complain_status(c, status, &err);
+}
+
 static int command_save(chat *c, const char *arg) {
     k3_error err = {{0}};
     k3_state_info info;
     char size[32];
+    int status = K3_ENOMEM, rc = DONE;
     if (!*arg) return complain(c, FAIL_USAGE, "/save needs a file name");
-    if (chat_pos(c) == 0)
-        return complain(c, FAIL_USAGE, "/save: nothing was said that has been read yet");
+    if (c->n_turn == 0) return complain(c, FAIL_USAGE, "/save: nothing was said yet");
+    if (chat_pos(c) == 0 || c->n > chat_pos(c) + MANY_AGAIN) rc = chat_feed_waiting(c);
+    if (rc != DONE) return rc;
     json_object *notes = chat_notes(c);
     size_t n = 0;
     const char *text = json_object_to_json_string_length(notes, JSON_C_TO_STRING_PLAIN, &n);
-    int status = text ? k3_session_save(c->s, arg, text, n, &info, &err) : K3_ENOMEM;
+    if (text && n > K3_STATE_APP_MAX)
+        rc = complain(c, FAIL_USAGE,
+                      "%s: not saved: turns, tools and messages that wait take %zu bytes beside "
+                      "the state, and a state file has room for %u",
+                      arg, n, K3_STATE_APP_MAX);
+    else if (text && json_count_values(text, n) > MOST_VALUES)
+        rc = complain(c, FAIL_USAGE,
+                      "%s: not saved: turns, tools and messages that wait have more than %d values",
+                      arg, MOST_VALUES);
+    else if (text)
+        status = k3_session_save(c->s, arg, text, n, &info, &err);
     json_object_put(notes);
+    if (rc != DONE) return rc;
     if (status < 0) return complain_status(c, status, &err);
     tell(c, "(saved %zu turns, %zu positions: %s, %s, %.1f s)", c->n_turn, c->n, arg,
          fmt_bytes(size, info.file_bytes), info.seconds);
     return DONE;
 }
 
-static uint64_t note_count(json_object *o, const char *key, uint64_t most) {
+/* Notes come from a file that nobody vouches for: everything the code relies on is checked here.
+ * Each of these sets *bad to the first key whose value will not do. */
+static uint64_t note_count(json_object *o, const char *key, uint64_t most, const char **bad) {
     json_object *value = json_field(o, key);
     int64_t n = json_is(value, json_type_int) ? json_object_get_int64(value) : -1;
-    return n < 0 || (uint64_t)n > most ? most : (uint64_t)n;
+    if ((n < 0 || (uint64_t)n > most) && !*bad) *bad = key;
+    return n < 0 ? 0 : (uint64_t)n;
 }
 
-static float note_real(json_object *o, const char *key, double most) {
-    double value = json_object_get_double(json_field(o, key));
-    return value >= 0 && value <= most ? (float)value : 1.0f;
+static float note_real(json_object *o, const char *key, double most, const char **bad) {
+    json_object *field = json_field(o, key);
+    bool is_number = json_is(field, json_type_double) || json_is(field, json_type_int);
+    double value = is_number ? json_object_get_double(field) : -1;
+    if (!(value >= 0 && value <= most) && !*bad) *bad = key;
+    return (float)value;
 }
 
-/* Ids, turns and settings from the notes; the session is loaded. False: not ours, or damaged. */
-static bool notes_take(chat *c, json_object *o) {
-    json_object *wait = json_field(o, "waiting"), *starts = json_field(o, "turns");
-    const char *effort = json_string(o, "effort"), *system = json_string(o, "system");
-    const char *seed = json_string(o, "seed");
+static const char *note_text(json_object *o, const char *key, const char **bad) {
+    const char *text = json_string(o, key);
+    if (!text && !*bad) *bad = key;
+    return text ? text : "";
+}
+
+/* An array; of objects, if asked for. NULL is an array of none where there may be none. */
+static json_object *note_array(json_object *o, const char *key, bool of_objects, bool may_lack,
+                               const char **bad) {
+    json_object *value = json_field(o, key);
+    bool is_right = value ? json_is(value, json_type_array) : may_lack;
+    for (size_t i = 0; is_right && value && of_objects && i < json_object_array_length(value); i++)
+        is_right = json_is(json_object_array_get_idx(value, i), json_type_object);
+    if (!is_right && !*bad) *bad = key;
+    return is_right ? value : NULL;
+}
+
+static int notes_take_ids(chat *c, json_object *o, const char **bad) {
+    json_object *wait = note_array(o, "waiting", false, false, bad);
     size_t n_run = 0;
     const uint32_t *run = k3_session_ids(c->s, &n_run);
-    if (!json_field(o, "k3_chat") || !json_is(wait, json_type_array) ||
-        !json_is(starts, json_type_array) || !effort || !seed)
-        return false;
-    if (chat_append(c, run, n_run) != DONE) return false;
-    for (size_t i = 0; i < json_object_array_length(wait); i++) {
-        int64_t id = json_object_get_int64(json_object_array_get_idx(wait, i));
+    int rc = chat_append(c, run, n_run);
+    for (size_t i = 0; rc == DONE && wait && i < json_object_array_length(wait); i++) {
+        json_object *value = json_object_array_get_idx(wait, i);
+        int64_t id = json_is(value, json_type_int) ? json_object_get_int64(value) : -1;
         uint32_t one = (uint32_t)id;
-        if (id < 0 || (uint64_t)id >= c->n_vocab || chat_append(c, &one, 1) != DONE) return false;
+        if (id < 0 || (uint64_t)id >= c->n_vocab) {
+            if (!*bad) *bad = "waiting";
+            return rc;
+        }
+        rc = chat_append(c, &one, 1);
     }
-    for (size_t i = 0, least = 0; i < json_object_array_length(starts); i++) {
-        int64_t at = json_object_get_int64(json_object_array_get_idx(starts, i));
-        if (at < (int64_t)least || at >= (int64_t)c->n || turn_push(c) != DONE) return false;
-        turn_drop_snapshot(&c->turns[c->n_turn - 1]);
-        c->turns[c->n_turn - 1].is_cached = false;
-        c->turns[c->n_turn - 1].start = least = (size_t)at;
+    return rc;
+}
+
+/* The first turn begins at 0, each later one behind the one before, all of them among the ids. */
+static int notes_take_turns(chat *c, json_object *o, const char **bad) {
+    json_object *starts = note_array(o, "turns", false, false, bad);
+    json_object *before = note_array(o, "before", true, true, bad);
+    size_t n = starts ? json_object_array_length(starts) : 0;
+    if (before && json_object_array_length(before) != n && !*bad) *bad = "before";
+    if (n == 0 && !*bad) *bad = "turns";
+    for (size_t i = 0; i < n && !*bad; i++) {
+        json_object *value = json_object_array_get_idx(starts, i);
+        int64_t at = json_is(value, json_type_int) ? json_object_get_int64(value) : -1;
+        bool is_next = i == 0 ? at == 0 : at > (int64_t)c->turns[i - 1].start;
+        if (!is_next || (uint64_t)at >= c->n) {
+            *bad = "turns";
+            return DONE;
+        }
+        int rc = turn_reserve(c);
+        if (rc != DONE) return rc;
+        turn u = {.start = (size_t)at};
+        if (before) {
+            json_object *one = json_object_array_get_idx(before, i);
+            u.n_call = note_count(one, "n_call", INT64_MAX / 2, bad);
+            u.n_tool = (unsigned)note_count(one, "n_tool", UINT32_MAX / 2, bad);
+            u.calls = json_object_get(note_array(one, "calls", true, true, bad));
+        }
+        c->turns[c->n_turn++] = u;
     }
-    c->n_header = (size_t)note_count(o, "n_header", c->n);
-    c->n_call = note_count(o, "n_call", INT64_MAX);
-    c->render.n_tool = (unsigned)note_count(o, "n_tool", UINT32_MAX);
-    c->render.calls = json_object_get(json_field(o, "calls"));
-    c->queue = json_object_get(json_field(o, "queue"));
-    json_object_put(c->tools);
-    c->tools = json_object_get(json_field(o, "tools"));
-    buf_clear(&c->system);
-    if (system) buf_puts(&c->system, system);
-    c->render.thinks = json_object_get_boolean(json_field(o, "thinking"));
-    c->render.effort = NULL;
-    for (size_t i = 0; EFFORT[i]; i++)
-        if (strcmp(EFFORT[i], effort) == 0) c->render.effort = EFFORT[i];
-    c->sampler.temperature = note_real(o, "temperature", 100);
-    c->sampler.top_p = note_real(o, "top_p", 1);
-    c->sampler.top_k = (uint32_t)note_count(o, "top_k", UINT32_MAX);
-    return parse_u64(seed, strlen(seed), &c->sampler.seed);
+    c->n_header = (size_t)note_count(o, "n_header", n > 1 ? c->turns[1].start : c->n, bad);
+    return DONE;
+}
+
+/* Messages that wait must be such as a turn can be made of. */
+static void notes_take_queue(chat *c, json_object *o, const char **bad) {
+    json_object *queue = note_array(o, "queue", true, true, bad);
+    k3_error err = {{0}};
+    for (size_t i = 0; queue && i < json_object_array_length(queue); i++) {
+        json_object *m = json_object_array_get_idx(queue, i);
+        xtml x = {0};
+        if (!json_equals(json_field(m, "role"), "system") ||
+            render_system(&x, m, "queue", &err) < 0)
+            if (!*bad) *bad = "queue";
+        xtml_free(&x);
+    }
+    c->queue = json_object_get(queue);
+}
+
+static void notes_take_settings(chat *c, json_object *o, const char **bad) {
+    json_object *thinking = json_field(o, "thinking");
+    k3_error err = {{0}};
+    const char *seed = note_text(o, "seed", bad);
+    if (!json_is(thinking, json_type_boolean) && !*bad) *bad = "thinking";
+    c->render.thinks = json_object_get_boolean(thinking);
+    note_text(o, "effort", bad);
+    if (effort_read(&c->render, json_field(o, "effort"), "effort", &err) < 0 && !*bad)
+        *bad = "effort";
+    c->sampler.temperature = note_real(o, "temperature", 100, bad);
+    c->sampler.top_p = note_real(o, "top_p", 1, bad);
+    c->sampler.top_k = (uint32_t)note_count(o, "top_k", UINT32_MAX, bad);
+    if (!parse_u64(seed, strlen(seed), &c->sampler.seed) && !*bad) *bad = "seed";
+}
+
+/* Ids, turns and settings from the notes to `c`, which has none; the session is loaded. */
+static int notes_take(chat *c, json_object *o, const char **bad) {
+    json_object *system = json_field(o, "system");
+    if (note_count(o, "k3_chat", INT64_MAX, bad) != 1 && !*bad) *bad = "k3_chat";
+    int rc = notes_take_ids(c, o, bad);
+    if (rc == DONE) rc = notes_take_turns(c, o, bad);
+    if (rc != DONE) return rc;
+    c->n_call = note_count(o, "n_call", INT64_MAX / 2, bad);
+    c->render.n_tool = (unsigned)note_count(o, "n_tool", UINT32_MAX / 2, bad);
+    c->render.calls = json_object_get(note_array(o, "calls", true, true, bad));
+    c->tools = json_object_get(note_array(o, "tools", false, true, bad));
+    notes_take_queue(c, o, bad);
+    note_text(o, "system", bad);
+    if (!*bad)
+        buf_add_valid(&c->system, json_object_get_string(system),
+                      (size_t)json_object_get_string_len(system));
+    notes_take_settings(c, o, bad);
+    return DONE;
+}
+
+/* What can be said of a file while this conversation still has its state. */
+static int load_check(chat *c, const char *path) {
+    k3_error err = {{0}};
+    k3_state_head head;
+    uint64_t context = k3_session_context(c->s);
+    int status = k3_state_check(path, true, &head, &err);
+    if (status < 0) return complain_status(c, status, &err);
+    if (head.n_app == 0)
+        return complain(c, FAIL_CHECK, "%s: a state, but of no conversation of `k3 chat`", path);
+    if (head.n_pos > context)
+        return complain(c, FAIL_IO,
+                        "%s: holds %llu positions, and the context %llu; start with a "
+                        "larger --context",
+                        path, (unsigned long long)head.n_pos, (unsigned long long)context);
+    return DONE;
+}
+
+/* The session was loaded with something else, or with nothing: the ids are still there. */
+static void chat_keep(chat *c) {
+    chat_drop_snapshots(c);
+    k3_session_reset(c->s);
+    if (c->n > MANY_AGAIN)
+        tell(c, "(the conversation is kept; your next turn reads %zu positions again)", c->n);
 }
 
 static int command_load(chat *c, const char *arg) {
     k3_error err = {{0}};
-    k3_state_head head;
     void *notes = NULL;
     size_t n_notes = 0, at;
-    const char *why = "nothing";
-    if (!*arg) return complain(c, FAIL_USAGE, "/load needs a file name");
-    int status = k3_state_check(arg, false, &head, &err); /* before this conversation goes */
-    if (status >= 0 && head.n_pos >= k3_session_context(c->s))
-        return complain(c, FAIL_IO,
-                        "%s: holds %llu positions, and the context %llu; start with a "
-                        "larger --context",
-                        arg, (unsigned long long)head.n_pos,
-                        (unsigned long long)k3_session_context(c->s));
-    if (status >= 0) {
-        chat_reset(c);
-        status = k3_session_load(c->s, arg, &notes, &n_notes, NULL, &err);
-    }
-    if (status < 0) return complain_status(c, status, &err);
+    const char *why = "empty", *bad = NULL;
     buf text = {0};
+    if (!*arg) return complain(c, FAIL_USAGE, "/load needs a file name");
+    int rc = load_check(c, arg);
+    if (rc != DONE) return rc;
+    int status = k3_session_load(c->s, arg, &notes, &n_notes, NULL, &err);
     buf_add(&text, notes, notes ? n_notes : 0); /* with a NUL behind */
     free(notes);
-    json_object *o = text.p && !text.is_short ? json_parse_strict(text.p, text.n, &at, &why) : NULL;
-    bool is_ours = !why && notes_take(c, o);
+    json_object *o = NULL;
+    if (status >= 0 && text.p) o = json_parse_strict(text.p, text.n, NOTES_DEPTH, &at, &why);
+    chat fresh = *c;
+    fresh.queue = fresh.tools = fresh.render.calls = NULL;
+    fresh.id = NULL;
+    fresh.turns = NULL;
+    fresh.n = fresh.cap = fresh.n_header = fresh.n_turn = fresh.cap_turn = 0;
+    fresh.system = (buf){0};
+    fresh.is_stored = false;
+    if (status < 0)
+        rc = complain_status(&fresh, status, &err);
+    else if (why)
+        rc = complain(&fresh, FAIL_CHECK, "%s: the notes of the conversation: %s", arg, why);
+    else
+        rc = notes_take(&fresh, o, &bad);
+    if (rc == DONE && bad)
+        rc = complain(&fresh, FAIL_CHECK,
+                      "%s: no conversation of `k3 chat`: the notes' `%s` is missing or wrong", arg,
+                      bad);
     json_object_put(o);
     buf_free(&text);
-    if (!is_ours) {
-        chat_reset(c);
-        return complain(c, FAIL_CHECK, "%s: a state, but of no conversation of `k3 chat`", arg);
-    }
-    tell(c, "(loaded %zu turns, %zu positions)", c->n_turn, c->n);
-    return DONE;
+    c->told = fresh.told; /* what was said meanwhile is of both */
+    fresh.con = c->con;
+    chat_forget(rc == DONE ? c : &fresh);
+    if (rc == DONE)
+        *c = fresh;
+    else
+        chat_keep(c);
+    if (rc == DONE) tell(c, "(loaded %zu turns, %zu positions)", c->n_turn, c->n);
+    return rc;
 }
 
 static int command_undo(chat *c, const char *arg) {
@@ -2448,6 +2651,7 @@ static int chat_json(chat *c, const buf *line) {
     }
     c->streams = json_object_get_boolean(json_field(root, "stream"));
     rc = status < 0 ? complain_status(c, status, &err) : chat_turn(c, messages, root);
+    if (c->n_turn == 0) chat_drop_tools(c);
 done:
     json_object_put(messages);
     json_object_put(root);
@@ -2589,21 +2793,16 @@ static int chat_open(chat *c) {
 
 static void chat_close(chat *c) {
     if (c->s && c->e) {
-        while (c->n_turn) chat_cut_turn(c);
+        chat_forget(c);
         k3_cache_close(c->cache);
         k3_session_free(c->s);
     }
     k3_engine_close(c->e);
     k3_tokenizer_close(c->t);
-    json_object_put(c->queue);
-    json_object_put(c->tools);
-    json_object_put(c->render.calls);
-    buf_free(&c->system);
+    chat_forget(c);
     buf_free(&c->told);
-    free(c->turns);
     free(c->row);
     free(c->scratch);
-    free(c->id);
 }
 
 static void chat_settings(chat *c, const cli_args *a) {
