@@ -492,6 +492,42 @@ def test_save_load_cache():
     equal("undo by the cache", out[3]["content"], "The capital of Brazil is Brasília.")
 
 
+def test_load_refused():
+    """What cannot be loaded costs nothing but, at most, reading again."""
+    run, state = os.path.join(TMP.name, "run.k3s"), os.path.join(TMP.name, "ok.k3s")
+    subprocess.run([K3, "run", "-q", "--tokens", "2", "--save", run, "Hello!"], check=True,
+                   capture_output=True, timeout=60)
+    want = talk([FRANCE, "And of Peru?", "And of Brazil?"])[2]["context_fnv"]
+    torn = os.path.join(TMP.name, "torn.k3s")
+    talk([FRANCE, command(f"/save {state}")])
+    with open(state, "rb") as f, open(torn, "wb") as g:
+        data = bytearray(f.read())
+        data[len(data) // 2] ^= 1
+        g.write(data)
+    out = talk([FRANCE, "And of Peru?", command(f"/load {run}"), command(f"/load {torn}"),
+                command("/stats"), "And of Brazil?"])
+    check("load: of no chat", "no conversation" in out[2]["error"]["message"], out[2])
+    check("load: damaged", "damaged" in out[3]["error"]["message"], out[3])
+    check("load: the turns are kept", ", 2 turns" in out[4]["done"], out[4])
+    equal("load: and go on", out[5]["context_fnv"], want)
+    out = talk([FRANCE, command("/effort low"), command(f"/save {state}")])
+    check("save: what waits is read first", "saved 1 turns" in out[2].get("done", ""), out[2])
+    again = talk([command("/stats"), "And of Peru?"], "--load", state, "--effort", "low")
+    equal("save: little is left to read", again[1]["n_prompt"] < 40, True)
+    calls = {"messages": REQUESTS[5]["messages"], "tools": [WEATHER]}
+    result = tool_result("call_1", "sunny, 21 C")
+    out = talk([calls, result, command(f"/save {state}"), command("/undo anyway"), result])
+    again = talk([command("/undo anyway"), result], "--load", state)
+    equal("undo after a load: the same calls", again[1].get("context_fnv"), out[1]["context_fnv"])
+    undone = talk([calls, command("/undo"), "Hello!"], "--tokens", "2")
+    plain = talk(["Hello!"], "--tokens", "2")
+    equal("tools go with the turn", undone[2]["context_fnv"], plain[0]["context_fnv"])
+    deep = {"role": "system", "tools": [json.loads("[" * 60 + "]" * 60)]}
+    out = talk(["Hello!", deep, command(f"/save {state}"), command(f"/load {state}")],
+               "--tokens", "2")
+    check("a deep message that waits is loaded again", "loaded" in out[3].get("done", ""), out)
+
+
 def test_least_memory():
     """At the floor there is no room for snapshots: undo says so, or uses the cache."""
     plan = subprocess.run([K3, "plan", "-q"], capture_output=True, text=True).stdout
@@ -730,6 +766,7 @@ def main():
     test_same_everywhere()
     test_undo_and_settings()
     test_save_load_cache()
+    test_load_refused()
     if not QUICK:
         test_least_memory()
     if has_libedit():

@@ -2,7 +2,8 @@
  *
  * A reply is rendered from an OpenAI message, read back by its ids and compared; cut at every id
  * and closed; damaged and shuffled. What reply_close adds must always end the message in one
- * well-formed way. Includes k3_chat.c, to reach its statics; k3_cli.c is linked without its main.
+ * well-formed way. Notes of a state file are taken only when all of them are right. Includes
+ * k3_chat.c, to reach its statics; k3_cli.c is linked without its main.
  */
 #include "test.h"
 
@@ -202,6 +203,101 @@ static void test_odd_arguments(void) {
     }
 }
 
+/* What a file says of a conversation of 4 ids, 2 of them run: taken, or refused by the key. */
+static const char NOTES[] =
+    "{\"k3_chat\":1,\"waiting\":[5,6],\"turns\":[0,3],\"n_header\":1,\"n_call\":2,\"n_tool\":1,"
+    "\"calls\":[{\"id\":\"call_1\"}],\"before\":[{\"n_call\":0,\"n_tool\":0,\"calls\":null},"
+    "{\"n_call\":1,\"n_tool\":0,\"calls\":[]}],\"queue\":[{\"role\":\"system\",\"content\":\"x\"}],"
+    "\"tools\":[1],\"system\":\"s\",\"thinking\":true,\"effort\":\"low\",\"temperature\":0.5,"
+    "\"top_p\":1,\"top_k\":7,\"seed\":\"18446744073709551615\"}";
+
+static const struct {
+    const char *key, *value;
+} BAD_NOTE[] = {{"k3_chat", "2"},
+                {"k3_chat", "\"1\""},
+                {"waiting", "{}"},
+                {"waiting", "[5,-1]"},
+                {"waiting", "[5,4294967296]"},
+                {"waiting", "[5,\"6\"]"},
+                {"turns", "[]"},
+                {"turns", "[1,3]"},
+                {"turns", "[0,0]"},
+                {"turns", "[0,4]"},
+                {"turns", "[0,\"3\"]"},
+                {"n_header", "4"}, /* beyond the second turn's start */
+                {"n_header", "-1"},
+                {"n_header", "1.0"},
+                {"n_call", "9223372036854775807"},
+                {"n_tool", "4294967295"},
+                {"calls", "\"x\""},
+                {"calls", "[1]"},
+                {"before", "[]"},
+                {"before", "[{},{}]"},
+                {"before", "[1,2]"},
+                {"queue", "{}"},
+                {"queue", "[\"x\"]"},
+                {"queue", "[{\"role\":\"user\",\"content\":\"x\"}]"},
+                {"queue", "[{\"role\":\"system\",\"content\":5}]"},
+                {"tools", "{}"},
+                {"system", "5"},
+                {"thinking", "1"},
+                {"effort", "\"huge\""},
+                {"effort", "null"},
+                {"temperature", "101"},
+                {"temperature", "-1"},
+                {"temperature", "\"1\""},
+                {"top_p", "1.5"},
+                {"top_k", "4294967296"},
+                {"seed", "5"},
+                {"seed", "\"-5\""}};
+
+static int notes_try(k3_session *s, size_t n_vocab, json_object *o, const char **bad, chat *c) {
+    memset(c, 0, sizeof *c);
+    c->s = s;
+    c->n_vocab = n_vocab;
+    *bad = NULL;
+    return notes_take(c, o, bad);
+}
+
+static void test_notes(void) {
+    static const uint32_t run[] = {3, 4};
+    k3_options o;
+    k3_engine *e = NULL;
+    k3_session *s = NULL;
+    chat c;
+    const char *bad = NULL, *why;
+    size_t at;
+    k3_options_default(&o);
+    o.model_dir = "demo";
+    if (!CHECK_EQ_INT(k3_engine_open(&e, &o, &err), K3_OK)) return;
+    CHECK_EQ_INT(k3_session_new(&s, e, 0, &err), K3_OK);
+    CHECK_EQ_INT(k3_session_feed(s, run, COUNT(run), K3_ROWS_NONE, NULL, &err), K3_OK);
+    size_t n_vocab = k3_engine_shape(e)->vocab_size;
+    json_object *notes = json_parse_strict(NOTES, strlen(NOTES), NOTES_DEPTH, &at, &why);
+    CHECK(notes && !why);
+    CHECK_EQ_INT(notes_try(s, n_vocab, notes, &bad, &c), DONE);
+    CHECK(!bad && c.n == 4 && c.id[3] == 6 && c.n_turn == 2 && c.turns[1].start == 3);
+    CHECK(c.turns[1].n_call == 1 && c.n_header == 1 && c.n_call == 2 && c.render.n_tool == 1);
+    CHECK(c.render.thinks && strcmp(c.render.effort, "low") == 0 && c.sampler.top_k == 7);
+    CHECK(c.sampler.seed == UINT64_MAX && has_text(&c.system, "s"));
+    chat_forget(&c);
+    for (size_t i = 0; i < COUNT(BAD_NOTE); i++) {
+        json_object *one = json_parse_strict(NOTES, strlen(NOTES), NOTES_DEPTH, &at, &why);
+        json_object *value = json_tokener_parse(BAD_NOTE[i].value);
+        json_object_object_add(one, BAD_NOTE[i].key, value);
+        notes_try(s, n_vocab, one, &bad, &c);
+        bool inner = strcmp(BAD_NOTE[i].key, "before") == 0 && bad && bad[0] == 'n';
+        if (!CHECK(bad && (inner || strcmp(bad, BAD_NOTE[i].key) == 0)))
+            printf("    %s: %s, refused: %s\n", BAD_NOTE[i].key, BAD_NOTE[i].value,
+                   bad ? bad : "not at all");
+        chat_forget(&c);
+        json_object_put(one);
+    }
+    json_object_put(notes);
+    k3_session_free(s);
+    k3_engine_close(e);
+}
+
 int main(void) {
     test_begin("xtml");
     if (!CHECK_EQ_INT(k3_tokenizer_open(&t, "demo", &err), K3_OK)) return test_finish();
@@ -210,6 +306,7 @@ int main(void) {
     test_cuts();
     test_noise();
     test_odd_arguments();
+    test_notes();
     k3_tokenizer_close(t);
     return test_finish();
 }
