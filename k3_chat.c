@@ -15,12 +15,15 @@
 #include "k3_cli.h"
 
 #include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
 #include <locale.h>
 #include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <termios.h>
 #include <unistd.h>
@@ -1925,8 +1928,8 @@ static int notes_take_turns(chat *c, json_object *o, const char **bad) {
     json_object *starts = note_array(o, "turns", false, false, bad);
     json_object *before = note_array(o, "before", true, true, bad);
     size_t n = starts ? json_object_array_length(starts) : 0;
-    if (before && json_object_array_length(before) != n && !*bad) *bad = "before";
     if (n == 0 && !*bad) *bad = "turns";
+    if (before && json_object_array_length(before) != n && !*bad) *bad = "before";
     for (size_t i = 0; i < n && !*bad; i++) {
         json_object *value = json_object_array_get_idx(starts, i);
         int64_t at = json_is(value, json_type_int) ? json_object_get_int64(value) : -1;
@@ -1946,7 +1949,7 @@ static int notes_take_turns(chat *c, json_object *o, const char **bad) {
         }
         c->turns[c->n_turn++] = u;
     }
-    c->n_header = (size_t)note_count(o, "n_header", n > 1 ? c->turns[1].start : c->n, bad);
+    c->n_header = (size_t)note_count(o, "n_header", c->n_turn > 1 ? c->turns[1].start : c->n, bad);
     return DONE;
 }
 
@@ -2203,8 +2206,8 @@ struct edit_state {
     const char *prompt;
 #ifdef K3_HAVE_libedit
     EditLine *el;
-    History *history;
-    char *history_path;
+    History *history, *mine; /* all lines; those of this session                     */
+    char *history_path;      /* NULL: not written                                    */
 #endif
 };
 
@@ -2407,9 +2410,79 @@ static char *history_find(const char *given) {
     return strdup(path);
 }
 
+/* A new list of at most 1000 lines, with those of the file: false when it is no history. */
+static History *history_read(const char *path, bool *is_history) {
+    HistEvent event;
+    struct stat st;
+    History *h = history_init();
+    *is_history = true;
+    if (!h) return NULL;
+    history(h, &event, H_SETSIZE, 1000);
+    history(h, &event, H_SETUNIQUE, 1);
+    if (!path || stat(path, &st) != 0 || (S_ISREG(st.st_mode) && st.st_size == 0)) return h;
+    *is_history = S_ISREG(st.st_mode) && history(h, &event, H_LOAD, path) >= 0;
+    return h;
+}
+
+/* What is there is read first: a file that is something else is never written. */
+static void history_begin(chat *c) {
+    edit_state *in = c->edit;
+    struct stat st;
+    bool is_history, is_mine;
+    in->history = history_read(in->history_path, &is_history);
+    in->mine = history_read(NULL, &is_mine);
+    if (is_history) return;
+    if (stat(in->history_path, &st) == 0 && (S_ISREG(st.st_mode) || S_ISDIR(st.st_mode)))
+        complain(c, DONE, "--history %s: is no history; it is left alone, and lines are not kept",
+                 in->history_path);
+    free(in->history_path);
+    in->history_path = NULL;
+}
+
+/* The file at `path`, made if absent, locked until it is closed. Others write it by rename: a lock
+ * of a file that is no longer there is not the one. */
+static int history_lock(const char *path) {
+    for (int tries = 0; tries < 100; tries++) {
+        struct stat a, b;
+        int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        if (fd < 0) return -1;
+        if (flock(fd, LOCK_EX) == 0 && fstat(fd, &a) == 0 && stat(path, &b) == 0 &&
+            a.st_dev == b.st_dev && a.st_ino == b.st_ino)
+            return fd;
+        close(fd);
+    }
+    return -1;
+}
+
+/* This session's lines behind what the file now has, which another terminal may have written;
+ * whole or not at all. */
+static void history_write(edit_state *in) {
+    HistEvent event;
+    char path[PATH_MAX], temporary[PATH_MAX + 8];
+    bool is_history = false;
+    int fd = history_lock(in->history_path);
+    if (fd < 0 || !realpath(in->history_path, path)) goto done;
+    History *all = history_read(path, &is_history);
+    for (int rc = history(in->mine, &event, H_LAST); all && rc >= 0;
+         rc = history(in->mine, &event, H_PREV)) {
+        HistEvent ignored;
+        history(all, &ignored, H_ENTER, event.str);
+    }
+    snprintf(temporary, sizeof temporary, "%s.k3tmp", path);
+    if (all && is_history) {
+        mode_t mask = umask(077);
+        unlink(temporary); /* under the lock it is nobody's */
+        if (history(all, &event, H_SAVE, temporary) < 0 || rename(temporary, path) != 0)
+            unlink(temporary);
+        umask(mask);
+    }
+    if (all) history_end(all);
+done:
+    if (fd >= 0) close(fd);
+}
+
 static void edit_open(chat *c) {
     edit_state *in = c->edit;
-    HistEvent event;
     in->el =
         el_init("k3", stdin, c->con.is_tty && !isatty(STDOUT_FILENO) ? stderr : stdout, stderr);
     if (!in->el) return;
@@ -2424,26 +2497,18 @@ static void edit_open(chat *c) {
     el_set(in->el, EL_BIND, "\\e\n", "k3-newline", NULL);
     el_set(in->el, EL_BIND, "\\e[200~", "k3-paste", NULL);
     el_set(in->el, EL_BIND, "^R", "em-inc-search-prev", NULL);
-    in->history = history_init();
-    if (in->history) {
-        history(in->history, &event, H_SETSIZE, 1000);
-        history(in->history, &event, H_SETUNIQUE, 1);
-        el_set(in->el, EL_HIST, history, in->history);
-        in->history_path = history_find(c->a->history);
-        if (in->history_path) history(in->history, &event, H_LOAD, in->history_path);
-    }
+    in->history_path = history_find(c->a->history);
+    history_begin(c);
+    if (in->history) el_set(in->el, EL_HIST, history, in->history);
     el_source(in->el, NULL);
 }
 
 static void edit_close(edit_state *in) {
     HistEvent event;
-    if (in->history && in->history_path) {
-        mode_t mask = umask(077);
-        history(in->history, &event, H_SAVE, in->history_path);
-        umask(mask);
-    }
+    if (in->mine && in->history_path && history(in->mine, &event, H_FIRST) >= 0) history_write(in);
     if (in->el) el_end(in->el);
     if (in->history) history_end(in->history);
+    if (in->mine) history_end(in->mine);
     free(in->history_path);
 }
 
@@ -2472,8 +2537,9 @@ static int edit_terminal_line(chat *c, buf *line) {
 
 static void edit_remember(chat *c, const buf *line) {
     HistEvent event;
-    if (c->edit->history && line->n && line->n < 65536)
-        history(c->edit->history, &event, H_ENTER, line->p);
+    if (line->n == 0 || line->n >= 65536) return;
+    if (c->edit->history) history(c->edit->history, &event, H_ENTER, line->p);
+    if (c->edit->mine) history(c->edit->mine, &event, H_ENTER, line->p);
 }
 
 #else

@@ -681,6 +681,32 @@ def test_terminal():
     equal("/quit leaves", t.exit_code(), 0)
 
 
+def test_history():
+    """A file that is something else is left alone; two terminals lose nothing."""
+    path, other = os.path.join(TMP.name, "lines"), os.path.join(TMP.name, "precious")
+    with open(other, "w") as f:
+        f.write("something else\n")
+    t = Terminal("--history", other)
+    t.wait(b"is no history", "history: says that it is none")
+    t.wait(PROMPT, "history: goes on")
+    t.send(b"/temp\r")
+    t.wait(PROMPT, "history: a line")
+    t.send(b"\x04")
+    t.exit_code()
+    equal("history: something else is left alone", open(other).read(), "something else\n")
+    two = [Terminal("--history", path), Terminal("--history", path)]
+    for line, one in zip((b"/temp\r", b"/seed\r"), two):
+        one.wait(PROMPT, "history: two terminals")
+        one.send(line)
+        one.wait(PROMPT, "history: a line in each")
+    for one in two:
+        one.send(b"\x04")
+        one.exit_code()
+    text = open(path).read()
+    check("history: lines of both", "/temp" in text and "/seed" in text, text)
+    equal("history: nothing is left behind", [n for n in os.listdir(TMP.name) if n.startswith("lines")], ["lines"])
+
+
 def test_terminal_paste():
     t = Terminal("--temperature", "0", "--history", "")
     t.wait(PROMPT, "paste: a prompt")
@@ -771,6 +797,7 @@ def main():
         test_least_memory()
     if has_libedit():
         test_terminal()
+        test_history()
         test_terminal_paste()
         if not QUICK:
             test_terminal_stop()
