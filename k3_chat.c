@@ -88,11 +88,32 @@ static void buf_add_utf8(buf *b, k3_utf8 *u, const char *p, size_t n) {
     free(out);
 }
 
+/* Bytes of the text's first characters, at most `most`: for "%.*s", which knows bytes only. */
+static int text_cut(const char *text, int most) {
+    int n = 0;
+    while (n < most && text[n]) n++;
+    if (!text[n]) return n;
+    while (n > 0 && ((unsigned char)text[n] & 0xc0) == 0x80) n--;
+    return n;
+}
+
+/* Bytes of a text without the part of a character that may be left at its end. */
+static int text_whole(const char *text) {
+    size_t n = strlen(text), i = n;
+    while (i > 0 && n - i < 3 && ((unsigned char)text[i - 1] & 0xc0) == 0x80) i--;
+    if (i == 0) return (int)n;
+    unsigned char first = (unsigned char)text[i - 1];
+    size_t width = first < 0xc0 ? 1 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
+    return (int)(n - (i - 1) < width ? i - 1 : n);
+}
+
 PRINTF_LIKE(3, 4) static int error_set(k3_error *err, int status, const char *format, ...) {
+    char text[sizeof err->text + 8];
     va_list args;
     va_start(args, format);
-    vsnprintf(err->text, sizeof err->text, format, args);
+    vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    snprintf(err->text, sizeof err->text, "%.*s", text_cut(text, (int)sizeof err->text - 1), text);
     return status;
 }
 
@@ -484,9 +505,10 @@ static int content_read(buf *out, json_object *content, const char *where, k3_er
         const char *type = json_string(part, "type");
         if (!type || strcmp(type, "text") != 0)
             return error_set(err, K3_EUSAGE,
-                             "%s.content[%zu]: '%.40s' is not text, and k3 reads "
+                             "%s.content[%zu]: '%.*s' is not text, and k3 reads "
                              "text only",
-                             where, i, type ? type : "(no type)");
+                             where, i, text_cut(type ? type : "(no type)", 40),
+                             type ? type : "(no type)");
         if (!json_is(text, json_type_string))
             return error_set(err, K3_EUSAGE, "%s.content[%zu]: has no text", where, i);
         buf_add(out, json_object_get_string(text), (size_t)json_object_get_string_len(text));
@@ -499,8 +521,8 @@ static int field_check(json_object *o, const char *const *known, const char *whe
         size_t i = 0;
         while (known[i] && strcmp(known[i], lh_entry_k(e)) != 0) i++;
         if (!known[i])
-            return error_set(err, K3_EUSAGE, "%s: k3 knows no field '%.60s' here", where,
-                             (const char *)lh_entry_k(e));
+            return error_set(err, K3_EUSAGE, "%s: k3 knows no field '%.*s' here", where,
+                             text_cut(lh_entry_k(e), 60), (const char *)lh_entry_k(e));
     }
     return K3_OK;
 }
@@ -729,8 +751,8 @@ static int render_messages(xtml *x, json_object *messages, render_state *s, k3_e
                 to++;
             rc = render_tools(x, messages, i, to, s, err);
         } else
-            rc = error_set(err, K3_EUSAGE,
-                           "%s: role '%.40s' is not system, user, assistant or tool", where, role);
+            rc = error_set(err, K3_EUSAGE, "%s: role '%.*s' is not system, user, assistant or tool",
+                           where, text_cut(role, 40), role);
     }
     return rc;
 }
@@ -859,7 +881,7 @@ typedef struct {
 
 static void reply_push_element(reply *r, const char *name) {
     if (r->depth == MAX_DEPTH) return;
-    snprintf(r->element[r->depth++], sizeof r->element[0], "%.23s", name);
+    snprintf(r->element[r->depth++], sizeof r->element[0], "%.*s", text_cut(name, 23), name);
     if (strcmp(name, "response") == 0) r->has_response = true;
 }
 
@@ -1111,17 +1133,39 @@ typedef struct {
     size_t n_think_out, n_answer_out;
 } chat;
 
-/* A line for the user: stderr, or with --json part of the answer to the command. */
+static void put_terminal(buf *out, const char *p, size_t n);
+
+/* A line for the user, whole, valid UTF-8 and printable whoever wrote what it quotes: stderr, or
+ * with --json part of the answer to the command. */
 static void tell_args(chat *c, bool is_fault, const char *format, va_list args) {
-    char line[1024];
-    vsnprintf(line, sizeof line, format, args);
+    va_list again;
+    buf valid = {0}, line = {0};
+    va_copy(again, args);
+    int n = vsnprintf(NULL, 0, format, args);
+    char *text = n >= 0 ? malloc((size_t)n + 1) : NULL;
+    if (text) vsnprintf(text, (size_t)n + 1, format, again);
+    va_end(again);
+    buf_add_valid(&valid, text ? text : format, text ? (size_t)n : strlen(format));
+    free(text);
     console_clear(&c->con);
-    if (c->a->json)
-        buf_printf(&c->told, "%s%s", c->told.n ? "\n" : "", line);
-    else if (is_fault)
-        say("%s", line);
-    else
-        fprintf(stderr, "%s\n", line);
+    if (c->a->json) {
+        if (c->told.n) buf_puts(&c->told, "\n");
+        buf_add(&c->told, buf_text(&valid), valid.n);
+    } else {
+        put_terminal(&line, buf_text(&valid), valid.n);
+        fprintf(stderr, "%s%s\n", is_fault ? "k3: " : "", buf_text(&line));
+    }
+    buf_free(&valid);
+    buf_free(&line);
+}
+
+/* What no line of --json takes along. */
+static void say_told(chat *c) {
+    buf line = {0};
+    put_terminal(&line, buf_text(&c->told), c->told.n);
+    if (line.n) say("%s", line.p);
+    buf_free(&line);
+    buf_clear(&c->told);
 }
 
 PRINTF_LIKE(2, 3) static void tell(chat *c, const char *format, ...) {
@@ -1142,7 +1186,8 @@ PRINTF_LIKE(3, 4) static int complain(chat *c, int code, const char *format, ...
 
 static int complain_status(chat *c, int status, const k3_error *err) {
     if (status == K3_ECANCEL) return complain(c, INTERRUPTED, "interrupted");
-    return complain(c, exit_code(status), "%s", err->text[0] ? err->text : k3_status_name(status));
+    const char *text = err->text[0] ? err->text : k3_status_name(status);
+    return complain(c, exit_code(status), "%.*s", text_whole(text), text);
 }
 
 enum { MANY_AGAIN = 64 }; /* positions to read again that are worth a word */
@@ -1602,8 +1647,9 @@ static void show_calls(chat *c, const reply *r) {
     for (size_t i = 0; r->calls && i < json_object_array_length(r->calls); i++) {
         json_object *call = json_field(json_object_array_get_idx(r->calls, i), "function");
         buf line = {0};
-        buf_printf(&line, "%s%s ", i || c->shown == SHOW_ANSWER ? "\n" : "",
-                   json_string(call, "name"));
+        buf_puts(&line, i || c->shown == SHOW_ANSWER ? "\n" : "");
+        buf_puts(&line, json_string(call, "name"));
+        buf_puts(&line, " ");
         buf_puts(&line, json_string(call, "arguments"));
         buf_add(&out, line.p, line.n);
         buf_free(&line);
@@ -1692,7 +1738,8 @@ static int command_think(chat *c, const char *arg) {
     size_t i = 0;
     while (i < COUNT(word) && strcmp(word[i], arg) != 0) i++;
     if (*arg && i == COUNT(word))
-        return complain(c, FAIL_USAGE, "/think '%.40s': not on, off, show or hide", arg);
+        return complain(c, FAIL_USAGE, "/think '%.*s': not on, off, show or hide",
+                        text_cut(arg, 40), arg);
     if (i < 2) c->render.thinks = i == 0;
     if (i == 2 || i == 3) c->hides_think = i == 3;
     tell(c, "(thinking is %s, and %s%s)", c->render.thinks ? "on" : "off",
@@ -1751,7 +1798,7 @@ static int command_effort(chat *c, const char *arg) {
 }
 
 static int complain_number(chat *c, const char *name, const char *arg, const char *range) {
-    return complain(c, FAIL_USAGE, "%s '%.40s': not %s", name, arg, range);
+    return complain(c, FAIL_USAGE, "%s '%.*s': not %s", name, text_cut(arg, 40), arg, range);
 }
 
 static int command_real(chat *c, const char *name, const char *arg, float *value, double most) {
@@ -2074,7 +2121,8 @@ static int command_load(chat *c, const char *arg) {
 
 static int command_undo(chat *c, const char *arg) {
     bool is_anyway = strcmp(arg, "anyway") == 0;
-    if (*arg && !is_anyway) return complain(c, FAIL_USAGE, "/undo '%.40s': not `anyway`", arg);
+    if (*arg && !is_anyway)
+        return complain(c, FAIL_USAGE, "/undo '%.*s': not `anyway`", text_cut(arg, 40), arg);
     if (c->n_turn == 0) return complain(c, FAIL_USAGE, "/undo: there is no turn to take back");
     turn u = c->turns[c->n_turn - 1];
     if (!u.snap && !u.is_cached && u.start > 0 && !is_anyway)
@@ -2167,6 +2215,10 @@ static int help_commands(chat *c, const char *arg) {
         tell(c, "  Ctrl-C stops a reply and keeps what was said. Alt-Enter, or \\ at the end of a "
                 "line,\n  goes on with another line; pasted text may have many. // starts a "
                 "message with /.");
+    else if (!c->a->json)
+        tell(c, "  On a pipe each line is a turn, and a newline on stdout (--null: a NUL) ends it, "
+                "also\n  one that fails; commands write to stderr only. // starts a message with "
+                "/.");
     return DONE;
 }
 
@@ -2174,12 +2226,14 @@ static int chat_command_run(chat *c, const char *line) {
     char name[32];
     const char *best = NULL, *arg = line + strcspn(line, " \t");
     size_t distance = 4;
-    snprintf(name, sizeof name, "%.*s", (int)(arg - line), line);
+    int most = arg - line < 31 ? (int)(arg - line) : 31;
+    snprintf(name, sizeof name, "%.*s", text_cut(line, most), line);
     arg += strspn(arg, " \t");
     for (size_t i = 0; i < COUNT(COMMAND); i++) {
         if (strcmp(COMMAND[i].name, name) != 0) continue;
         if (*arg && !*COMMAND[i].arg)
-            return complain(c, FAIL_USAGE, "%s takes nothing more, '%.40s' was given", name, arg);
+            return complain(c, FAIL_USAGE, "%s takes nothing more, '%.*s' was given", name,
+                            text_cut(arg, 40), arg);
         return COMMAND[i].run(c, arg);
     }
     if (strcmp(name, "/exit") == 0 || strcmp(name, "/bye") == 0) return command_quit(c, "");
@@ -2196,11 +2250,19 @@ static int chat_command_run(chat *c, const char *line) {
  * it; a bracketed paste comes in as one piece, newlines and all. While a reply is made the terminal
  * echoes nothing.
  */
-enum { LINE_END = 0, LINE_TAKEN = 1, LINE_STOPPED = -1, MAX_LINE = 8 << 20 };
+enum { LINE_END = 0, LINE_TAKEN = 1, LINE_STOPPED = -1, LEAST_LINE = 1 << 20, MOST_LINE = 8 << 20 };
+
+/* Text on its way to ids takes some ten times its size, which --ram does not count. */
+static size_t line_most(const chat *c) {
+    uint64_t part = k3_engine_plan(c->e)->ram_bytes / 256;
+    if (c->a->json || part < LEAST_LINE) return LEAST_LINE;
+    return part < MOST_LINE ? (size_t)part : MOST_LINE;
+}
 
 struct edit_state {
     unsigned char bytes[4096];
     size_t at, n;
+    size_t most;        /* bytes kept of a line; one that has so many is refused */
     struct termios was; /* the terminal as it was found */
     bool has_termios;
     const char *prompt;
@@ -2297,7 +2359,7 @@ static int edit_plain_line(edit_state *in, buf *line) {
         if (rc == LINE_END && line->n) return LINE_TAKEN;
         if (rc != LINE_TAKEN) return rc;
         if (byte == '\n') break;
-        if (line->n < MAX_LINE) buf_add(line, (const char *)&byte, 1);
+        if (line->n < in->most) buf_add(line, (const char *)&byte, 1);
     }
     if (line->n && line->p[line->n - 1] == '\r') line->p[--line->n] = '\0';
     return LINE_TAKEN;
@@ -2383,7 +2445,7 @@ static unsigned char edit_paste(EditLine *el, int key) {
         if (one == 0) continue;
         text[n++] = one;
         if (n >= N_END && memcmp(text + n - N_END, end, N_END * sizeof *end) == 0) break;
-        if (n >= MAX_LINE) goto done;
+        if (n >= MOST_LINE) goto done;
     }
     text[n - N_END] = 0;
     result = n == N_END || el_winsertstr(el, text) == 0 ? CC_REFRESH : CC_ERROR;
@@ -2749,21 +2811,34 @@ static int chat_text_turn(chat *c, const char *p, size_t n) {
     return rc;
 }
 
+/* Why a line cannot be taken at all. */
+static int line_check(chat *c, const buf *line) {
+    if (line->is_short) return complain(c, FAIL_IO, "no memory for this line");
+    if (line->n < c->edit->most) return DONE;
+    return complain(c, FAIL_USAGE, "a line of %zu KiB or more is no message%s", c->edit->most >> 10,
+                    c->a->json ? "" : " with this --ram");
+}
+
+/* Whatever becomes of a line: with --json it gets a line, and on a pipe a turn its end. */
 static int chat_line(chat *c, const buf *line) {
     const char *p = buf_text(line);
-    if (line->n >= MAX_LINE)
-        return complain(c, FAIL_USAGE, "a line of %d MiB or more is no message", MAX_LINE >> 20);
+    uint64_t n_before = c->n_reply;
+    int rc = line_check(c, line);
     if (c->a->json) {
-        uint64_t n_before = c->n_reply;
-        int rc = chat_json(c, line);
+        if (rc == DONE) rc = chat_json(c, line);
         int answered = chat_json_answer(c, rc, c->n_reply == n_before);
-        if (rc == DONE && c->n_reply != n_before && c->told.n) say("%s", c->told.p);
-        buf_clear(&c->told);
+        if (rc != DONE || c->n_reply == n_before) buf_clear(&c->told);
+        say_told(c);
         return answered != DONE ? answered : rc;
     }
-    if (p[0] == '/' && p[1] != '/') return chat_command_run(c, p);
+    if (p[0] == '/' && p[1] != '/') return rc == DONE ? chat_command_run(c, p) : rc;
     size_t skip = p[0] == '/' ? 1 : 0;
-    return chat_text_turn(c, p + skip, line->n - skip);
+    if (rc == DONE) rc = chat_text_turn(c, p + skip, line->n - skip);
+    if (c->n_reply == n_before && !c->is_terminal) {
+        int ended = out_write(c->a->null_ends ? "\0" : "\n", 1);
+        if (rc == DONE) rc = ended;
+    }
+    return rc;
 }
 
 static bool is_blank(const buf *line) {
@@ -2786,13 +2861,9 @@ static int chat_loop(chat *c) {
         if (got == LINE_STOPPED) terminated = 1;
         if (got == LINE_END && c->is_terminal) fputs("\n", stderr);
         if (got != LINE_TAKEN) break;
-        if (line.is_short) {
-            complain(c, FAIL_IO, "no memory for this line");
-            buf_free(&line);
-            continue;
-        }
-        if (is_blank(&line)) continue;
+        if (!line.is_short && is_blank(&line)) continue;
         int failed = chat_line(c, &line);
+        if (line.is_short) buf_free(&line);
         if (failed != DONE && c->worst == DONE) c->worst = failed;
     }
     buf_free(&line);
@@ -2851,8 +2922,8 @@ static int chat_open(chat *c) {
     if (a->verbose || (is_streaming(c->e) && !a->quiet)) plan_say(c->e);
     if (a->load) {
         rc = command_load(c, a->load);
-        if (c->told.n && (rc != DONE || !a->quiet)) say("%s", c->told.p);
-        buf_clear(&c->told);
+        if (rc == DONE && a->quiet) buf_clear(&c->told);
+        say_told(c);
     }
     return rc;
 }
@@ -2907,6 +2978,7 @@ static int chat_run(chat *c) {
         if (!c->a->quiet)
             fprintf(stderr, "k3 %s: /help lists the commands, Ctrl-D leaves\n", K3_VERSION);
     }
+    in.most = line_most(c);
     rc = chat_loop(c);
     if (c->is_terminal) {
         edit_echo(&in, true);

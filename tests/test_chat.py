@@ -350,6 +350,11 @@ def test_plain():
     equal("any bytes, a bad command, //: the rest goes on", (r.returncode, len(
         r.stdout.splitlines()) >= 3, r.stdout.decode().splitlines()[-1]), (2, True, answers[0]))
     check("bad command", b"no command /nonsense" in r.stderr, r.stderr)
+    for flag, end in ((), b"\n"), (("--null",), b"\0"):
+        r = k3("--tokens", "1", "--context", "64", "--no-think", *flag, text="/stats\n" +
+               "x y " * 90 + "\n/nonsense\nHello!\n")
+        equal("every turn ends, also one that fails; commands write nothing",
+              (r.returncode, r.stdout[:1], r.stdout.count(end)), (1, end, 2))
     equal("nothing in", (k3(text="").returncode, k3(text="").stdout), (0, b""))
     r = k3("--temperature", "0", "--effort", "none", "--context", "50",
            text=FRANCE + "\n" + FRANCE + "\n/stats\n")
@@ -424,6 +429,33 @@ def test_same_everywhere():
     r = k3("--json", "--seed", "12", "--tokens", "40", text='"Hello!"\n"Tell me a story."\n')
     check("another seed, another text", [json.loads(x)["ids"] for x in r.stdout.splitlines()]
           != want)
+
+
+def test_foreign_text():
+    """Text of others, cut or whole, is valid UTF-8 and no control sequence; sizes are bounded."""
+    odd = "a" + "é" * 60
+    for line in [command("/" + odd), command("/think " + odd), command("/temp " + odd),
+                 command("/undo " + odd), command("/load " + odd * 20), command("/stats " + odd),
+                 {"messages": [{"role": odd}]}, {"messages": [], odd: 1},
+                 {"messages": [user([{"type": odd}])]}]:
+        for pad in ("", "b"):
+            text = json.dumps(line, ensure_ascii=False).replace("aé", "a" + pad + "é")
+            out = k3("--json", text=text).stdout
+            try:
+                check(f"no half character: {text[:30]}", "\ufffd" not in
+                      json.loads(out.decode())["error"]["message"], out)
+            except ValueError:
+                check(f"valid UTF-8: {text[:30]}", False, out)
+    out = talk([command("/system " + odd * 30), command("/system")])
+    equal("/system shows all of it", out[1].get("done"), "system message: " + odd * 30)
+    r = k3(text=b"/system \x1b]0;title\x07\n/system\n")
+    check("no control sequence", b"\x1b" not in r.stderr and b"^[]0;title^G" in r.stderr, r.stderr)
+    big = '"' + "x" * (1 << 20) + '"\n'
+    many = json.dumps({"messages": [0] * 20000}) + "\n"
+    r = k3("--json", text=big + many)
+    errors = [json.loads(x)["error"]["message"] for x in r.stdout.splitlines()]
+    check("a long line", "1024 KiB" in errors[0], errors)
+    check("many values", "20000 values" in errors[1], errors)
 
 
 def test_undo_and_settings():
@@ -790,6 +822,7 @@ def main():
     test_json_lines()
     test_stopped_replies()
     test_same_everywhere()
+    test_foreign_text()
     test_undo_and_settings()
     test_save_load_cache()
     test_load_refused()
