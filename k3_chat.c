@@ -1087,7 +1087,7 @@ static void reply_close(reply *r, xtml *x) {
 typedef struct {
     size_t start;       /* index of its first id; 0 for the first turn           */
     k3_snapshot *snap;  /* NULL: none kept                                       */
-    bool is_cached;     /* the cache had the state of its start                  */
+    size_t n_cached;    /* positions of its start the cache had; 0: none         */
     json_object *calls; /* render_state as it was                                */
     unsigned n_tool;
     uint64_t n_call;
@@ -1220,7 +1220,7 @@ static void chat_drop_snapshots(chat *c) {
     c->is_stored = false;
     for (size_t i = 0; i < c->n_turn; i++) {
         turn_drop_snapshot(&c->turns[i]);
-        c->turns[i].is_cached = false;
+        c->turns[i].n_cached = 0;
     }
 }
 
@@ -1274,6 +1274,35 @@ static void turn_snapshot(chat *c, turn *u) {
     }
 }
 
+typedef struct {
+    uint64_t n_pos, fingerprint;
+    bool is_there;
+} cache_wanted;
+
+static int cache_visit(void *user, const char *path, const k3_state_head *head, int rc,
+                       const k3_error *err) {
+    cache_wanted *w = user;
+    (void)path, (void)err;
+    if (rc >= 0 && head->n_pos == w->n_pos && head->fingerprint == w->fingerprint)
+        w->is_there = true;
+    return 0;
+}
+
+/* Whether the directory now has a state of so many positions: what was kept may be evicted, and
+ * what was too large was not kept. */
+static bool cache_has(const chat *c, size_t n_pos) {
+    k3_error err = {{0}};
+    cache_wanted w = {n_pos, k3_engine_fingerprint(c->e), false};
+    if (!c->cache || n_pos == 0) return false;
+    k3_cache_list(c->a->cache, cache_visit, &w, &err);
+    return w.is_there;
+}
+
+/* Whether the last turn can be taken back with nothing to be read again. */
+static bool turn_is_free(const chat *c, const turn *u) {
+    return u->start == 0 || u->snap || cache_has(c, u->n_cached);
+}
+
 static int turn_reserve(chat *c) {
     if (c->n_turn < c->cap_turn) return DONE;
     size_t cap = c->cap_turn * 2 + 16;
@@ -1291,7 +1320,7 @@ static int turn_push(chat *c) {
     u.n_tool = c->render.n_tool;
     u.n_call = c->n_call;
     turn_snapshot(c, &u);
-    u.is_cached = c->is_stored;
+    if (c->is_stored) u.n_cached = chat_pos(c);
     c->turns[c->n_turn++] = u;
     return DONE;
 }
@@ -1382,12 +1411,15 @@ static int turn_check_context(chat *c) {
 
 static void chat_store(chat *c) {
     k3_error err = {{0}};
+    k3_cache_stats before, after;
     c->is_stored = false;
     if (!c->cache) return;
+    k3_cache_get_stats(c->cache, &before);
     int status = k3_cache_store(c->cache, c->s, &err);
     console_clear(&c->con);
     if (status < 0) complain_status(c, status, &err);
-    c->is_stored = status >= 0;
+    k3_cache_get_stats(c->cache, &after);
+    c->is_stored = status >= 0 && (after.stored > before.stored || cache_has(c, chat_pos(c)));
 }
 
 enum { HEADER_WORTH = 32 }; /* positions from which on a header gets a cache entry of its own */
@@ -1733,8 +1765,58 @@ static int command_system(chat *c, const char *arg) {
     return DONE;
 }
 
+/* The header as the settings now have it. It stands before everything else, so all of it must be
+ * read again, unless it is the one that was there. When it cannot be made, all is as before. */
+static int chat_new_header(chat *c) {
+    size_t n_old = c->n_header, n_all = c->n;
+    uint32_t *old = malloc((n_all + 1) * sizeof *old);
+    if (!old) return complain(c, FAIL_IO, "no memory for %zu ids", n_all);
+    memcpy(old, c->id, n_all * sizeof *old);
+    c->n = 0;
+    int rc = chat_header(c);
+    size_t n_new = c->n;
+    if (rc == DONE) rc = chat_append(c, old + n_old, n_all - n_old);
+    bool is_same = n_new == n_old && memcmp(old, c->id, n_old * sizeof *old) == 0;
+    if (rc != DONE) {
+        memcpy(c->id, old, n_all * sizeof *old);
+        c->n = n_all;
+        c->n_header = n_old;
+    }
+    free(old);
+    if (rc != DONE || is_same) return rc;
+    for (size_t i = 1; i < c->n_turn; i++) c->turns[i].start += n_new - n_old;
+    chat_drop_snapshots(c);
+    k3_session_reset(c->s);
+    return rc;
+}
+
+static const char *effort_name(const chat *c) {
+    return c->render.effort ? c->render.effort : "none";
+}
+
+/* Let the conversation say what thinking and effort are now; `before` if that fails. A header that
+ * speaks of effort stays where it is while thinking is off, and what it costs to go is not paid. */
+static int chat_set_render(chat *c, bool thought, const char *before) {
+    int rc = c->n_turn && c->render.thinks ? chat_new_header(c) : DONE;
+    if (rc != DONE) {
+        c->render.thinks = thought;
+        c->render.effort = before;
+    }
+    return rc;
+}
+
+/* What a change of the header costs, if it cost anything. */
+static void tell_again(chat *c) {
+    if (c->n_turn && chat_pos(c) == 0)
+        tell(c,
+             "(the message about effort stands before the conversation, so your next turn reads "
+             "%zu positions again)",
+             c->n);
+}
+
 static int command_think(chat *c, const char *arg) {
     static const char *const word[] = {"on", "off", "show", "hide"};
+    bool before = c->render.thinks;
     size_t i = 0;
     while (i < COUNT(word) && strcmp(word[i], arg) != 0) i++;
     if (*arg && i == COUNT(word))
@@ -1742,59 +1824,34 @@ static int command_think(chat *c, const char *arg) {
                         text_cut(arg, 40), arg);
     if (i < 2) c->render.thinks = i == 0;
     if (i == 2 || i == 3) c->hides_think = i == 3;
+    int rc =
+        i < 2 && before != c->render.thinks ? chat_set_render(c, before, c->render.effort) : DONE;
+    if (rc != DONE) return rc;
     tell(c, "(thinking is %s, and %s%s)", c->render.thinks ? "on" : "off",
          c->hides_think ? "hidden" : "shown",
          i < 2 && c->n_turn ? "; earlier turns stay as they were" : "");
+    if (i == 0) tell_again(c);
     return DONE;
-}
-
-/* The header as the settings now have it. It stands before everything else, so all of it must be
- * read again, unless it is the one that was there. */
-static int chat_new_header(chat *c) {
-    size_t n_old = c->n_header, n_rest = c->n - n_old;
-    uint32_t *old = malloc((c->n + 1) * sizeof *old);
-    if (!old) return complain(c, FAIL_IO, "no memory for %zu ids", c->n);
-    memcpy(old, c->id, c->n * sizeof *old);
-    c->n = 0;
-    int rc = chat_header(c);
-    size_t n_new = c->n;
-    if (rc == DONE) rc = chat_append(c, old + n_old, n_rest);
-    bool is_same = n_new == n_old && memcmp(old, c->id, n_old * sizeof *old) == 0;
-    free(old);
-    if (is_same) return rc;
-    for (size_t i = 1; i < c->n_turn; i++) c->turns[i].start += n_new - n_old;
-    chat_drop_snapshots(c);
-    k3_session_reset(c->s);
-    return rc;
 }
 
 static int command_effort(chat *c, const char *arg) {
     k3_error err = {{0}};
     const char *before = c->render.effort;
-    if (!*arg) {
-        tell(c, "(effort is %s)", before ? before : "none");
-        return DONE;
+    if (*arg) {
+        json_object *word = json_object_new_string(arg);
+        int status = effort_read(&c->render, word, "/effort", &err);
+        json_object_put(word);
+        if (status < 0) {
+            c->render.effort = before;
+            return complain_status(c, status, &err);
+        }
+        int rc = before == c->render.effort ? DONE : chat_set_render(c, c->render.thinks, before);
+        if (rc != DONE) return rc;
     }
-    json_object *word = json_object_new_string(arg);
-    int status = effort_read(&c->render, word, "/effort", &err), rc = DONE;
-    json_object_put(word);
-    if (status < 0) {
-        c->render.effort = before;
-        return complain_status(c, status, &err);
-    }
-    if (c->n_turn == 0 || before == c->render.effort) {
-        tell(c, "(effort is %s)", arg);
-        return DONE;
-    }
-    rc = chat_new_header(c);
-    if (rc == DONE && chat_pos(c) > 0)
-        tell(c, "(effort is %s)", arg);
-    else if (rc == DONE)
-        tell(c,
-             "(effort is %s; the message that says so stands before the conversation, so your next "
-             "turn reads %zu positions again)",
-             arg, c->n);
-    return rc;
+    tell(c, "(effort is %s%s)", effort_name(c),
+         c->render.thinks ? "" : "; it counts while thinking is on, and it is off");
+    if (*arg && before != c->render.effort && c->render.thinks) tell_again(c);
+    return DONE;
 }
 
 static int complain_number(chat *c, const char *name, const char *arg, const char *range) {
@@ -1863,7 +1920,7 @@ static json_object *chat_notes(const chat *c) {
     json_put(o, "tools", json_object_get(c->tools));
     json_put(o, "system", json_text(&c->system));
     json_put(o, "thinking", json_object_new_boolean(c->render.thinks));
-    json_put(o, "effort", json_object_new_string(c->render.effort ? c->render.effort : "none"));
+    json_put(o, "effort", json_object_new_string(effort_name(c)));
     json_put(o, "temperature", json_object_new_double((double)c->sampler.temperature));
     json_put(o, "top_p", json_object_new_double((double)c->sampler.top_p));
     json_put_count(o, "top_k", c->sampler.top_k);
@@ -2125,7 +2182,8 @@ static int command_undo(chat *c, const char *arg) {
         return complain(c, FAIL_USAGE, "/undo '%.*s': not `anyway`", text_cut(arg, 40), arg);
     if (c->n_turn == 0) return complain(c, FAIL_USAGE, "/undo: there is no turn to take back");
     turn u = c->turns[c->n_turn - 1];
-    if (!u.snap && !u.is_cached && u.start > 0 && !is_anyway)
+    bool is_free = turn_is_free(c, &u);
+    if (!is_free && !is_anyway)
         return complain(c, FAIL_BUDGET,
                         "/undo: no snapshot of that turn's start is in memory%s; `/undo anyway` "
                         "takes it back, and your next turn then reads %zu positions again",
@@ -2137,7 +2195,7 @@ static int command_undo(chat *c, const char *arg) {
     chat_cut_turn(c);
     chat_recover(c, &u);
     turn_drop_snapshot(&u);
-    c->is_stored = u.is_cached;
+    c->is_stored = u.n_cached && chat_pos(c) == u.n_cached;
     size_t n_again = c->n > chat_pos(c) ? c->n - chat_pos(c) : 0;
     tell(c, "(taken back; %zu turns, %zu positions left%s)", c->n_turn, c->n,
          n_again > MANY_AGAIN ? ", to be read again with your next turn" : "");
@@ -2147,12 +2205,12 @@ static int command_undo(chat *c, const char *arg) {
 static int command_stats(chat *c, const char *arg) {
     k3_stats st;
     char held[32], ram[32], read[32], size[32];
-    size_t n_snap = 0;
+    size_t n_free = 0;
     (void)arg;
     k3_session_stats(c->s, &st);
-    for (size_t i = 0; i < c->n_turn; i++) n_snap += c->turns[i].snap != NULL;
+    while (n_free < c->n_turn && turn_is_free(c, &c->turns[c->n_turn - 1 - n_free])) n_free++;
     tell(c, "context   %zu of %llu positions, %zu turns; %zu can be undone at once", c->n,
-         (unsigned long long)k3_session_context(c->s), c->n_turn, n_snap + (c->n_turn > 0));
+         (unsigned long long)k3_session_context(c->s), c->n_turn, n_free);
     if (c->why && *c->why) tell_rates(c);
     tell(c, "experts   %llu used, %.1f %% in memory when wanted",
          (unsigned long long)st.expert_uses, percent(st.expert_hits, st.expert_uses));
@@ -2903,6 +2961,23 @@ static int chat_check_vocabulary(const chat *c) {
     return DONE;
 }
 
+/* What was asked for on the command line wins over what --load brought. */
+static int chat_apply_given(chat *c) {
+    const cli_args *a = c->a;
+    bool thought = c->render.thinks;
+    const char *before = c->render.effort;
+    if (is_given(a, "--temperature")) c->sampler.temperature = a->temperature;
+    if (is_given(a, "--top-p")) c->sampler.top_p = a->top_p;
+    if (is_given(a, "--top-k")) c->sampler.top_k = (uint32_t)a->top_k;
+    if (is_given(a, "--seed")) c->sampler.seed = a->seed;
+    if (is_given(a, "--no-think")) c->render.thinks = !a->no_think;
+    if (is_given(a, "--effort")) c->render.effort = EFFORT[a->effort];
+    if (before == c->render.effort) return DONE;
+    int rc = chat_set_render(c, thought, before);
+    if (rc == DONE) tell_again(c);
+    return rc;
+}
+
 static int chat_open(chat *c) {
     const cli_args *a = c->a;
     k3_error err = {{0}};
@@ -2922,6 +2997,7 @@ static int chat_open(chat *c) {
     if (a->verbose || (is_streaming(c->e) && !a->quiet)) plan_say(c->e);
     if (a->load) {
         rc = command_load(c, a->load);
+        if (rc == DONE) rc = chat_apply_given(c);
         if (rc == DONE && a->quiet) buf_clear(&c->told);
         say_told(c);
     }
@@ -2997,6 +3073,9 @@ int cmd_chat(const cli_args *a) {
     int rc = DONE;
     c.dir = a->model;
     if (a->null_ends && a->json) rc = fail(FAIL_USAGE, "--null and --json: a line ends each reply");
+    if (a->load && a->system && !a->render)
+        rc = fail(FAIL_USAGE, "--system and --load: a conversation that is loaded has its own; "
+                              "/system adds to it");
     if (a->ids_only && !a->render) rc = fail(FAIL_USAGE, "--ids-only goes with --render");
     if (rc == DONE && a->render && a->model) /* the tokenizer is all that it needs */
         rc = dir_check("--model", a->model, "tiktoken.model");

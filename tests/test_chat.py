@@ -560,6 +560,40 @@ def test_load_refused():
     check("a deep message that waits is loaded again", "loaded" in out[3].get("done", ""), out)
 
 
+def test_asked_last():
+    """What was asked for last is what the context says, however it came about."""
+    short = ("--tokens", "3")
+    want = talk([FRANCE, "And of Peru?"], "--effort", "low", *short)
+    for name, start, asked in [
+            ("/effort", [], ["/effort low"]), ("/think, /effort", ["--no-think"],
+                                               ["/effort low", "/think on"]),
+            ("/effort while off", [], ["/think off", "/effort low", "/think on"])]:
+        out = talk([FRANCE, *map(command, asked), command("/undo"), FRANCE, "And of Peru?"],
+                   "--effort", "max", *start, *short)
+        equal(f"{name}: asked, undone, said again", out[-1]["context_fnv"],
+              want[1]["context_fnv"])
+    first = talk([FRANCE], "--effort", "max", "--tokens", "60")[0]["ids"]
+    head = [user(FRANCE), assistant("The user asks for the capital of France. It is Paris.",
+                                    "The capital of France is Paris.")]
+    out = talk([FRANCE, command("/think off"), command("/effort low"), command("/think on"),
+                "And of Peru?"], "--effort", "max")
+    equal("the first reply", out[0]["ids"], first)
+    again = render({"messages": head + [user("And of Peru?")], "thinking_effort": "low"})["ids"]
+    equal("the header says what was asked last", out[4]["context_fnv"],
+          fnv(again + out[4]["ids"]))
+    check("and the price is said", "again" in out[3]["done"], out[3])
+    check("off: the effort is not claimed to count", "off" in out[2]["done"], out[2])
+    state = os.path.join(TMP.name, "flags.k3s")
+    talk([FRANCE, command("/seed 5"), command("/temp 0.25"), command(f"/save {state}")], *short)
+    out = talk([command("/seed"), command("/effort")], "--load", state, "--effort", "high",
+               "--seed", "9", *short)
+    check("--seed and --temperature win over --load", "seed 9" in out[0]["done"] and
+          "temperature 0," in out[0]["done"], out[0])
+    check("--effort wins over --load", "effort is high" in out[1]["done"], out[1])
+    r = k3("--load", state, "--system", "x", text="")
+    check("--system with --load", r.returncode == 2 and b"--system and --load" in r.stderr, r)
+
+
 def test_least_memory():
     """At the floor there is no room for snapshots: undo says so, or uses the cache."""
     plan = subprocess.run([K3, "plan", "-q"], capture_output=True, text=True).stdout
@@ -574,6 +608,10 @@ def test_least_memory():
     r = k3(*args, "--cache", os.path.join(TMP.name, "floor"), text=text.replace(
         "/undo anyway\n", ""))
     equal("floor: /undo by the cache", (r.returncode, r.stdout.decode().splitlines()), (0, lines))
+    for end in ([], ["--cache", os.path.join(TMP.name, "tiny"), "--cache-size", "1K"]):
+        r = k3(*args, *end, text=FRANCE + "\nAnd of Peru?\n/stats\n/undo\n")
+        check(f"floor: /stats and /undo say the same {end[:1]}", r.returncode == 4 and
+              b"; 0 can be undone" in r.stderr and b"`/undo anyway`" in r.stderr, r)
     r = k3(*args, "--undo", "1", text=text)
     check("floor: --undo asked for", r.returncode == 4 and b"floor" in r.stderr, r)
 
@@ -826,6 +864,7 @@ def main():
     test_undo_and_settings()
     test_save_load_cache()
     test_load_refused()
+    test_asked_last()
     if not QUICK:
         test_least_memory()
     if has_libedit():
