@@ -520,7 +520,7 @@ static int field_check(json_object *o, const char *const *known, const char *whe
     for (struct lh_entry *e = json_object_get_object(o)->head; e; e = e->next) {
         size_t i = 0;
         while (known[i] && strcmp(known[i], lh_entry_k(e)) != 0) i++;
-        if (!known[i])
+        if (!known[i] && lh_entry_v(e))
             return error_set(err, K3_EUSAGE, "%s: k3 knows no field '%.*s' here", where,
                              text_cut(lh_entry_k(e), 60), (const char *)lh_entry_k(e));
     }
@@ -698,6 +698,18 @@ static int render_tool(xtml *x, json_object *m, render_state *s, const char *whe
     return rc;
 }
 
+/* Fields that a message of a role may have; null says nothing and may stand anywhere. */
+static int message_check(json_object *m, const char *role, const char *where, k3_error *err) {
+    static const char *const plain[] = {"role", "content", "name", NULL};
+    static const char *const system[] = {"role", "content", "name", "tools", NULL};
+    static const char *const assistant[] = {
+        "role", "content", "name", "tool_calls", "reasoning_content", "reasoning", NULL};
+    static const char *const tool[] = {"role", "content", "name", "tool_call_id", NULL};
+    if (strcmp(role, "system") == 0) return field_check(m, system, where, err);
+    if (strcmp(role, "assistant") == 0) return field_check(m, assistant, where, err);
+    return field_check(m, strcmp(role, "tool") == 0 ? tool : plain, where, err);
+}
+
 /* messages[from, to), all of them tool results: in the order of the calls if all answer one. */
 static int render_tools(xtml *x, json_object *messages, size_t from, size_t to, render_state *s,
                         k3_error *err) {
@@ -720,7 +732,9 @@ static int render_tools(xtml *x, json_object *messages, size_t from, size_t to, 
     }
     for (size_t i = 0; i < n && rc == K3_OK; i++) {
         snprintf(where, sizeof where, "messages[%zu]", order[i]);
-        rc = render_tool(x, json_object_array_get_idx(messages, order[i]), s, where, err);
+        rc = message_check(json_object_array_get_idx(messages, order[i]), "tool", where, err);
+        if (rc == K3_OK)
+            rc = render_tool(x, json_object_array_get_idx(messages, order[i]), s, where, err);
     }
     free(order);
     return rc;
@@ -737,6 +751,8 @@ static int render_messages(xtml *x, json_object *messages, render_state *s, k3_e
         const char *role = json_string(m, "role");
         snprintf(where, sizeof where, "messages[%zu]", i);
         to = i + 1;
+        if (role) rc = message_check(m, role, where, err);
+        if (rc != K3_OK) break;
         if (!role)
             rc = error_set(err, K3_EUSAGE, "%s: has no role", where);
         else if (strcmp(role, "user") == 0)
@@ -836,21 +852,60 @@ static int render_settings(render_state *s, json_object *root, k3_error *err) {
     return K3_OK;
 }
 
-/* A whole request, or an array of messages, with the prompt for the reply. */
-static int render_request(xtml *x, json_object *root, render_state *s, k3_error *err) {
-    json_object *messages = json_is(root, json_type_array) ? root : json_field(root, "messages");
-    json_object *tools = json_field(root, "tools");
-    int rc = K3_OK;
-    if (!messages)
-        return error_set(err, K3_EUSAGE, "neither an array of messages nor an object with one");
+/* The messages of what `k3 chat --json` and --render take: a text, a message, an array of messages,
+ * or an object with one. *messages is the caller's. */
+static int request_messages(json_object *root, json_object **messages, k3_error *err) {
+    static const char *const known[] = {
+        "messages", "tools",    "tool_choice",     "response_format",
+        "stream",   "thinking", "thinking_effort", "reasoning_effort",
+        NULL};
+    *messages = json_field(root, "messages");
+    if (json_is(root, json_type_string)) {
+        json_object *m = json_object_new_object();
+        json_put(m, "role", json_object_new_string("user"));
+        json_put(m, "content", json_object_get(root));
+        *messages = json_object_new_array();
+        json_object_array_add(*messages, m);
+        return K3_OK;
+    }
+    if (json_string(root, "role")) {
+        *messages = json_object_new_array();
+        json_object_array_add(*messages, json_object_get(root));
+        return K3_OK;
+    }
+    if (json_is(root, json_type_array)) *messages = root;
+    json_object_get(*messages);
+    if (!*messages)
+        return error_set(err, K3_EUSAGE,
+                         "neither a text, a message with a role, an array of "
+                         "messages nor an object with one");
+    if (!json_is(*messages, json_type_array))
+        return error_set(err, K3_EUSAGE, "messages: not an array");
+    if (*messages == root) return K3_OK;
+    json_object *tools = json_field(root, "tools"), *stream = json_field(root, "stream");
     if (tools && !json_is(tools, json_type_array))
         return error_set(err, K3_EUSAGE, "tools: not an array");
-    if (messages != root) rc = render_settings(s, root, err);
-    if (rc < 0) return rc;
-    render_header(x, tools, s);
-    rc = render_messages(x, messages, s, err);
-    if (rc == K3_OK && messages != root) rc = render_choices(x, root, err);
+    if (stream && !json_is(stream, json_type_boolean))
+        return error_set(err, K3_EUSAGE, "stream: not true or false");
+    return field_check(root, known, "request", err);
+}
+
+static bool is_request(json_object *root) {
+    return json_is(root, json_type_object) && !json_string(root, "role");
+}
+
+/* A whole request with the prompt for the reply. */
+static int render_request(xtml *x, json_object *root, render_state *s, k3_error *err) {
+    json_object *messages = NULL;
+    int rc = request_messages(root, &messages, err);
+    if (rc == K3_OK && is_request(root)) rc = render_settings(s, root, err);
+    if (rc == K3_OK) {
+        render_header(x, is_request(root) ? json_field(root, "tools") : NULL, s);
+        rc = render_messages(x, messages, s, err);
+    }
+    if (rc == K3_OK && is_request(root)) rc = render_choices(x, root, err);
     xtml_prompt(x, s->thinks);
+    json_object_put(messages);
     return rc;
 }
 
@@ -2780,7 +2835,9 @@ static int render_file(const cli_args *a, k3_tokenizer *t) {
 static int chat_json_system(chat *c, json_object *m) {
     k3_error err = {{0}};
     xtml x = {0};
-    int status = render_system(&x, m, "message", &err); /* now, so that the turn cannot fail */
+    int status = message_check(m, "system", "message", &err);
+    if (status >= 0)
+        status = render_system(&x, m, "message", &err); /* now, so that the turn cannot fail */
     xtml_free(&x);
     if (status < 0) return complain_status(c, status, &err);
     if (!c->queue) c->queue = json_object_new_array();
@@ -2789,56 +2846,65 @@ static int chat_json_system(chat *c, json_object *m) {
     return DONE;
 }
 
-/* A line of --json: a text, a message, a request, or a command. */
+/* What a request says besides its messages: tools with the first turn, thinking and effort as
+ * /think and /effort do. */
+static int chat_json_request(chat *c, json_object *root) {
+    k3_error err = {{0}};
+    json_object *tools = json_field(root, "tools");
+    bool thought = c->render.thinks;
+    const char *before = c->render.effort;
+    if (tools && c->n)
+        return complain(c, FAIL_USAGE,
+                        "tools: declared with the first turn only; later ones go in a system "
+                        "message that has tools");
+    int status = render_settings(&c->render, root, &err), rc = DONE;
+    if (status >= 0 && (before != c->render.effort || (c->render.thinks && !thought)))
+        rc = chat_set_render(c, thought, before);
+    if (status < 0) {
+        c->render.thinks = thought;
+        c->render.effort = before;
+        return complain_status(c, status, &err);
+    }
+    if (rc != DONE || !tools) return rc;
+    chat_drop_tools(c);
+    c->tools = json_object_get(tools);
+    return DONE;
+}
+
+/* The request came to no reply: what it set goes with it. */
+static void chat_render_back(chat *c, uint64_t n_reply, bool thought, const char *effort) {
+    bool thinks = c->render.thinks;
+    const char *was = c->render.effort;
+    if (c->n_reply != n_reply || (thinks == thought && was == effort)) return;
+    c->render.thinks = thought;
+    c->render.effort = effort;
+    chat_set_render(c, thinks, was);
+}
+
+/* A line of --json: a text, messages, a request, or a command. */
 static int chat_json(chat *c, const buf *line) {
-    static const char *const known[] = {"messages", "tools",   "tool_choice", "response_format",
-                                        "stream",   "command", NULL};
     k3_error err = {{0}};
     const char *why;
     size_t at;
     json_object *root = json_read(buf_text(line), line->n, &at, &why), *messages = NULL;
-    int rc = DONE, status = K3_OK;
     if (why) return complain(c, FAIL_USAGE, "this line is no JSON: column %zu: %s", at + 1, why);
-    const char *command = json_string(root, "command");
-    if (command) {
+    const char *command = json_string(root, "command"), *effort = c->render.effort;
+    bool thought = c->render.thinks;
+    uint64_t n_before = c->n_reply;
+    int rc = DONE, status = K3_OK;
+    if (command && json_object_object_length(root) == 1) {
         rc = chat_command_run(c, command);
-        goto done;
-    }
-    if (json_is(root, json_type_string)) {
-        json_object *m = json_object_new_object();
-        json_put(m, "role", json_object_new_string("user"));
-        json_put(m, "content", json_object_get(root));
-        messages = json_object_new_array();
-        json_object_array_add(messages, m);
     } else if (json_equals(json_field(root, "role"), "system")) {
         rc = chat_json_system(c, root);
-        goto done;
-    } else if (json_string(root, "role")) {
-        messages = json_object_new_array();
-        json_object_array_add(messages, json_object_get(root));
-    } else if (json_is(json_field(root, "messages"), json_type_array)) {
-        messages = json_object_get(json_field(root, "messages"));
-        status = field_check(root, known, "request", &err);
+    } else if ((status = request_messages(root, &messages, &err)) < 0) {
+        rc = complain_status(c, status, &err);
     } else {
-        status = error_set(&err, K3_EUSAGE,
-                           "neither a text, a message with a role, an object with "
-                           "messages, nor {\"command\": \"/...\"}");
+        c->streams = is_request(root) && json_object_get_boolean(json_field(root, "stream"));
+        if (is_request(root)) rc = chat_json_request(c, root);
+        if (rc == DONE) rc = chat_turn(c, messages, is_request(root) ? root : NULL);
+        if (c->n_turn == 0) chat_drop_tools(c);
+        if (rc != DONE) chat_render_back(c, n_before, thought, effort);
     }
-    json_object *tools = json_field(root, "tools");
-    if (status >= 0 && !json_string(root, "role") && tools) {
-        if (c->n_turn || c->n)
-            status = error_set(&err, K3_EUSAGE,
-                               "tools: declared with the first turn only; later "
-                               "ones go in a system message that has tools");
-        else if (!json_is(tools, json_type_array))
-            status = error_set(&err, K3_EUSAGE, "tools: not an array");
-        json_object_put(status < 0 ? NULL : c->tools);
-        if (status >= 0) c->tools = json_object_get(tools);
-    }
-    c->streams = json_object_get_boolean(json_field(root, "stream"));
-    rc = status < 0 ? complain_status(c, status, &err) : chat_turn(c, messages, root);
-    if (c->n_turn == 0) chat_drop_tools(c);
-done:
     json_object_put(messages);
     json_object_put(root);
     return rc;

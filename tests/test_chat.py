@@ -274,7 +274,7 @@ def test_render_errors():
         ("tool_choice", {"messages": [], "tool_choice": {"type": "function"}}, "tool_choice: not"),
         ("format", {"messages": [], "response_format": {"type": "xml"}}, "response_format: not"),
         ("effort", {"messages": [], "reasoning_effort": "huge"}, "reasoning_effort: not low"),
-        ("no messages", {"model": "k3"}, "neither an array of messages"),
+        ("no messages", {"model": "k3"}, "neither a text, a message"),
     ]
     for name, request, pattern in cases:
         r = k3("--render", "-", text=json.dumps(request))
@@ -398,6 +398,25 @@ def test_json_lines():
         tool_result("call_1", "sunny, 21 C")], "tools": [WEATHER]})
     equal("rendered anew it is the same conversation", out[1]["context_fnv"],
           fnv(again["ids"] + out[1]["ids"]))
+    bad = [dict(user("x"), thinking=False), dict(user("x"), stream=True), dict(user("x"), tools=[]),
+           {"messages": [dict(user("x"), tool_calls=[])]}, {"messages": [], "model": "k3"},
+           {"messages": [tool_result("c", "x") | {"name": "f", "ok": 1}]},
+           {"role": "system", "content": "x", "tool_calls": []}, {"messages": [], "stream": 1}]
+    for line, out in zip(bad, talk(bad)):
+        check(f"a field that is not known: {line}", "error" in out, out)
+        check(f"--render: the same {line}", render(line)[0] == 2, "")
+    for line in (FRANCE, user(FRANCE), [user(FRANCE)], {"messages": [user(FRANCE)]}, {
+            "messages": [user(FRANCE)], "thinking": False}, {"messages": [user(FRANCE)],
+                                                             "reasoning_effort": "low"},
+                 {"role": "user", "content": FRANCE, "refusal": None}):
+        out = talk([line], "--effort", "max", "--tokens", "1")[0]
+        equal(f"--render and --json read the same {line}", out.get("n_prompt"),
+              len(render(line)["ids"]))
+    out = talk([FRANCE, {"messages": [user(5)], "reasoning_effort": "low"}, command("/effort"),
+                {"messages": [user("And of Peru?")], "reasoning_effort": "low"}],
+               "--effort", "max", "--tokens", "3")
+    check("a request that fails sets nothing", "effort is max" in out[2]["done"], out[2])
+    check("effort in a later request is read with the header", out[3]["n_prompt"] > 90, out[3])
     sys1 = talk([{"role": "system", "content": "You are a helpful assistant."},
                  "What is 47 + 38?"], "--effort", "low")
     equal("a system message first", sys1[1]["context_fnv"],
