@@ -19,6 +19,7 @@
 #include <limits.h>
 #include <locale.h>
 #include <poll.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -1999,12 +2000,19 @@ static int chat_feed_waiting(chat *c) {
     return complain_status(c, status, &err);
 }
 
-static int command_save(chat *c, const char *arg) {
+/* ~/ is the user's directory, as in a shell. */
+static void path_home(buf *path, const char *arg) {
+    const char *home = getenv("HOME");
+    bool is_home = arg[0] == '~' && arg[1] == '/' && home && *home;
+    if (is_home) buf_puts(path, home);
+    buf_puts(path, arg + (is_home ? 1 : 0));
+}
+
+static int save_to(chat *c, const char *arg) {
     k3_error err = {{0}};
     k3_state_info info;
     char size[32];
     int status = K3_ENOMEM, rc = DONE;
-    if (!*arg) return complain(c, FAIL_USAGE, "/save needs a file name");
     if (c->n_turn == 0) return complain(c, FAIL_USAGE, "/save: nothing was said yet");
     if (chat_pos(c) == 0 || c->n > chat_pos(c) + MANY_AGAIN) rc = chat_feed_waiting(c);
     if (rc != DONE) return rc;
@@ -2028,6 +2036,15 @@ static int command_save(chat *c, const char *arg) {
     tell(c, "(saved %zu turns, %zu positions: %s, %s, %.1f s)", c->n_turn, c->n, arg,
          fmt_bytes(size, info.file_bytes), info.seconds);
     return DONE;
+}
+
+static int command_save(chat *c, const char *arg) {
+    buf path = {0};
+    if (!*arg) return complain(c, FAIL_USAGE, "/save needs a file name");
+    path_home(&path, arg);
+    int rc = save_to(c, buf_text(&path));
+    buf_free(&path);
+    return rc;
 }
 
 /* Notes come from a file that nobody vouches for: everything the code relies on is checked here.
@@ -2187,13 +2204,12 @@ static void chat_keep(chat *c) {
         tell(c, "(the conversation is kept; your next turn reads %zu positions again)", c->n);
 }
 
-static int command_load(chat *c, const char *arg) {
+static int load_from(chat *c, const char *arg) {
     k3_error err = {{0}};
     void *notes = NULL;
     size_t n_notes = 0, at;
     const char *why = "empty", *bad = NULL;
     buf text = {0};
-    if (!*arg) return complain(c, FAIL_USAGE, "/load needs a file name");
     int rc = load_check(c, arg);
     if (rc != DONE) return rc;
     int status = k3_session_load(c->s, arg, &notes, &n_notes, NULL, &err);
@@ -2228,6 +2244,15 @@ static int command_load(chat *c, const char *arg) {
     else
         chat_keep(c);
     if (rc == DONE) tell(c, "(loaded %zu turns, %zu positions)", c->n_turn, c->n);
+    return rc;
+}
+
+static int command_load(chat *c, const char *arg) {
+    buf path = {0};
+    if (!*arg) return complain(c, FAIL_USAGE, "/load needs a file name");
+    path_home(&path, arg);
+    int rc = load_from(c, buf_text(&path));
+    buf_free(&path);
     return rc;
 }
 
@@ -2335,7 +2360,7 @@ static int help_commands(chat *c, const char *arg) {
     return DONE;
 }
 
-static int chat_command_run(chat *c, const char *line) {
+static int chat_command_line(chat *c, const char *line) {
     char name[32];
     const char *best = NULL, *arg = line + strcspn(line, " \t");
     size_t distance = 4;
@@ -2350,10 +2375,27 @@ static int chat_command_run(chat *c, const char *line) {
         return COMMAND[i].run(c, arg);
     }
     if (strcmp(name, "/exit") == 0 || strcmp(name, "/bye") == 0) return command_quit(c, "");
+    if (strchr(line + 1, '/'))
+        return complain(c, FAIL_USAGE,
+                        "no command %s: a line that begins with / is one; // starts a message "
+                        "with /",
+                        name);
     for (size_t i = 0; i < COUNT(COMMAND); i++) nearest(name, COMMAND[i].name, &best, &distance);
     if (best) return complain(c, FAIL_USAGE, "no command %s: did you mean %s?", name, best);
     return complain(c, FAIL_USAGE, "no command %s: /help lists them, // starts a message with /",
                     name);
+}
+
+/* Blanks behind a command are no part of it. */
+static int chat_command_run(chat *c, const char *line) {
+    buf trimmed = {0};
+    size_t n = strlen(line);
+    while (n > 0 && strchr(" \t\r\n", line[n - 1])) n--;
+    buf_add(&trimmed, line, n);
+    int rc = trimmed.is_short ? complain(c, FAIL_IO, "no memory for this line")
+                              : chat_command_line(c, buf_text(&trimmed));
+    buf_free(&trimmed);
+    return rc;
 }
 
 /* ==== 9. Lines in ====================================================================
@@ -2386,8 +2428,11 @@ struct edit_state {
 #endif
 };
 
-static volatile sig_atomic_t resized, terminated;
+static volatile sig_atomic_t resized, resumed, terminated;
 static struct termios *termios_at_exit; /* what a killing signal puts back */
+static struct termios termios_reply;    /* while a reply is made */
+static volatile sig_atomic_t is_replying;
+static pthread_t main_thread; /* the one that waits for input */
 
 /* Ctrl-C: the first stops the reply, the second gives its step up, the third kills. */
 static void on_chat_signal(int number) {
@@ -2407,33 +2452,56 @@ static void on_resize(int number) {
     resized = 1;
 }
 
+/* Ctrl-Z and fg: a shell leaves the terminal as it had it itself. */
+static void on_resume(int number) {
+    int error = errno;
+    resumed = 1;
+    if (!pthread_equal(pthread_self(), main_thread)) { /* all were stopped: any may wake first */
+        pthread_kill(main_thread, number);
+        return;
+    }
+    if (is_replying && tcgetpgrp(STDIN_FILENO) == getpgrp())
+        tcsetattr(STDIN_FILENO, TCSANOW, &termios_reply);
+    errno = error;
+}
+
 /* Reads at the prompt end when a signal comes; reads of weights go on. */
 static void chat_signals(void) {
     struct sigaction action;
     memset(&action, 0, sizeof action);
     sigemptyset(&action.sa_mask);
+    main_thread = pthread_self();
     action.sa_handler = on_chat_signal;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGHUP, &action, NULL);
     action.sa_handler = on_resize;
     sigaction(SIGWINCH, &action, NULL);
+    action.sa_handler = on_resume;
+    sigaction(SIGCONT, &action, NULL);
 }
 
-/* After a signal: the line being edited takes the terminal's new size. */
+/* After a signal: the line being edited takes the terminal's new size, or takes the terminal again
+ * and is drawn anew. */
 static void edit_resize(edit_state *in) {
 #ifdef K3_HAVE_libedit
+    if (resumed && in->el) {
+        el_set(in->el, EL_PREP_TERM, 0);
+        el_set(in->el, EL_PREP_TERM, 1);
+        fputs("\n", stderr);
+        el_set(in->el, EL_REFRESH, NULL);
+    }
     if (resized && in->el) el_resize(in->el);
 #else
     (void)in;
 #endif
-    resized = 0;
+    resized = resumed = 0;
 }
 
 /* Wait for input. False when a signal that stops came first, however close: between looking at
  * `interrupted` and sleeping it is held back. */
 static bool edit_await(edit_state *in) {
-    static const int number[] = {SIGINT, SIGTERM, SIGHUP, SIGWINCH};
+    static const int number[] = {SIGINT, SIGTERM, SIGHUP, SIGWINCH, SIGCONT};
     struct pollfd fd = {STDIN_FILENO, POLLIN, 0};
     sigset_t held, was;
     bool is_there = false;
@@ -2443,6 +2511,7 @@ static bool edit_await(edit_state *in) {
     while (!interrupted && !is_there) {
         edit_resize(in);
         int rc = ppoll(&fd, 1, NULL, &was);
+        if (resumed) continue; /* a change of the terminal's mode looks like input */
         is_there = rc > 0 || (rc < 0 && errno != EINTR); /* read() says what is wrong */
     }
     sigprocmask(SIG_SETMASK, &was, NULL);
@@ -2482,6 +2551,7 @@ static int edit_plain_line(edit_state *in, buf *line) {
 static void edit_echo(edit_state *in, bool is_on) {
     struct termios now = in->was;
     if (!in->has_termios) return;
+    is_replying = 0;
     if (!is_on) {
         now.c_lflag &= ~(tcflag_t)(ECHO | ICANON);
         now.c_cc[VMIN] = 1;
@@ -2498,6 +2568,8 @@ static void edit_echo(edit_state *in, bool is_on) {
         }
     }
     tcsetattr(STDIN_FILENO, TCSADRAIN, &now);
+    termios_reply = now;
+    is_replying = !is_on;
 }
 
 #ifdef K3_HAVE_libedit
@@ -3062,7 +3134,7 @@ static int chat_open(chat *c) {
     if (status < 0) return fail_status(status, &err);
     if (a->verbose || (is_streaming(c->e) && !a->quiet)) plan_say(c->e);
     if (a->load) {
-        rc = command_load(c, a->load);
+        rc = load_from(c, a->load);
         if (rc == DONE) rc = chat_apply_given(c);
         if (rc == DONE && a->quiet) buf_clear(&c->told);
         say_told(c);

@@ -469,6 +469,9 @@ def test_foreign_text():
     equal("/system shows all of it", out[1].get("done"), "system message: " + odd * 30)
     r = k3(text=b"/system \x1b]0;title\x07\n/system\n")
     check("no control sequence", b"\x1b" not in r.stderr and b"^[]0;title^G" in r.stderr, r.stderr)
+    out = talk([command("/temp  "), command("/reset\t"), command("/usr/bin/true is what")])
+    equal("blanks behind a command", [list(o) for o in out], [["done"], ["done"], ["error"]])
+    check("a path is no command", "// starts a message" in out[2]["error"]["message"], out[2])
     big = '"' + "x" * (1 << 20) + '"\n'
     many = json.dumps({"messages": [0] * 20000}) + "\n"
     r = k3("--json", text=big + many)
@@ -796,6 +799,29 @@ def test_history():
     equal("history: nothing is left behind", [n for n in os.listdir(TMP.name) if n.startswith("lines")], ["lines"])
 
 
+def test_suspend():
+    """Ctrl-Z and fg: the terminal is taken again, whatever a shell made of it."""
+    t = Terminal("--history", "")
+    t.wait(PROMPT, "suspend: a prompt")
+    t.send(b"/te")
+    t.read(0.2)
+    raw = termios.tcgetattr(t.fd)
+    os.kill(t.pid, signal.SIGSTOP)
+    os.waitpid(t.pid, os.WUNTRACED)
+    cooked = termios.tcgetattr(t.fd)
+    cooked[3] |= termios.ECHO | termios.ICANON
+    termios.tcsetattr(t.fd, termios.TCSANOW, cooked)
+    t.out = b""
+    os.kill(t.pid, signal.SIGCONT)
+    t.wait(b"> /te", "suspend: the line is drawn again")
+    equal("suspend: the terminal's modes", termios.tcgetattr(t.fd)[3], raw[3])
+    t.send(b"mp\r")
+    t.wait(b"(temperature", "suspend: the line goes on")
+    t.wait(PROMPT, "suspend: a prompt again")
+    t.send(b"\x04")
+    equal("suspend: leaves", t.exit_code(), 0)
+
+
 def test_terminal_paste():
     t = Terminal("--temperature", "0", "--history", "")
     t.wait(PROMPT, "paste: a prompt")
@@ -889,6 +915,7 @@ def main():
     if has_libedit():
         test_terminal()
         test_history()
+        test_suspend()
         test_terminal_paste()
         if not QUICK:
             test_terminal_stop()
