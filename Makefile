@@ -17,7 +17,7 @@ K3_BITS = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errn
           -fno-trapping-math
 K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
 K3_OMP ?= -fopenmp
-K3_LIBS = -luring -lpcre2-8 -ljson-c -lpthread -lm
+K3_LIBS = -luring -lpcre2-8 -ljson-c -lcrypto -lpthread -lm
 
 # Kernel sets of the machine that will run it, each with its own flags and no other file's.
 K3_TARGET := $(shell $(CC) -dumpmachine)
@@ -31,13 +31,14 @@ ALL_CFLAGS = $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_OMP) $(K3_SAN) $(K3_SETS:%=-DK
 DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/k3/demo"'
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
-ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(KERNELS)
+PARTS   = $(BUILD)/tier_client.o $(KERNELS)
+ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(PARTS)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index
 
 .PHONY: all demo test test-model test-big asan tsan neon fuzz bench golden install clean help
-all: $(BUILD)/k3
+all: $(BUILD)/k3 $(BUILD)/k3-tier
 
 help:
 	@echo "make             build $(BUILD)/k3 ($(CC), $(K3_TARGET): ref $(K3_SETS))"
@@ -58,6 +59,10 @@ $(BUILD)/k3: $(BUILD)/k3_cli.o $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 
+$(BUILD)/k3-tier: $(BUILD)/tier_server.o $(ENGINE)
+	$(call say,LD   $@)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
+
 $(BUILD)/kernels_%.o: kernels_%.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(K3_FLAGS_$*) -c -o $@ $<
@@ -71,19 +76,19 @@ $(BUILD)/%.o: %.c | $(BUILD)
 	$(Q)$(CC) $(ALL_CFLAGS) -c -o $@ $<
 
 # Tests that include the file under test; unused statics are then no fault.
-$(BUILD)/test_engine $(BUILD)/test_model $(BUILD)/test_stream: $(BUILD)/%: tests/%.c $(KERNELS)
+$(BUILD)/test_engine $(BUILD)/test_model $(BUILD)/test_stream: $(BUILD)/%: tests/%.c $(PARTS)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(KERNELS) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(PARTS) $(K3_LIBS)
 
 $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(K3_LIBS)
 
-$(BUILD)/test_kernels: tests/test_kernels.c $(BUILD)/k3.o $(KERNELS)
+$(BUILD)/test_kernels: tests/test_kernels.c $(BUILD)/k3.o $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 
-$(BUILD)/replay_%: tests/fuzz_%.c tests/fuzz_replay.c $(KERNELS)
+$(BUILD)/replay_%: tests/fuzz_%.c tests/fuzz_replay.c $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 
@@ -135,7 +140,7 @@ golden: $(BUILD)/test_engine
 
 install: all
 	install -d "$(DESTDIR)$(PREFIX)/bin" "$(DESTDIR)$(PREFIX)/share/k3/demo"
-	install -m 755 $(BUILD)/k3 "$(DESTDIR)$(PREFIX)/bin/k3"
+	install -m 755 $(BUILD)/k3 $(BUILD)/k3-tier "$(DESTDIR)$(PREFIX)/bin/"
 	install -m 644 demo/* "$(DESTDIR)$(PREFIX)/share/k3/demo/"
 
 clean:

@@ -154,7 +154,7 @@ static double per_second(uint64_t n, uint64_t ns) {
  * The parser, the help text and "did you mean" all come from here, so they cannot drift
  * apart. The same name may have two rows when two commands want different defaults.
  */
-enum { MAX_STOP = 32, MAX_REPEAT = 99, MAX_CONTEXT = 1 << 30, DEFAULT_CONTEXT = 4096 };
+enum { MAX_STOP = 32, MAX_TIER = 16, MAX_REPEAT = 99, MAX_CONTEXT = 1 << 30, DEFAULT_CONTEXT = 4096 };
 
 typedef struct {
     const char *arg; /* PROMPT, TEXT or a command's name                      */
@@ -166,6 +166,10 @@ typedef struct {
     uint64_t io_depth;
     const char *mirror[K3_MAX_COPIES]; /* NULL-ended                          */
     size_t n_mirror;
+    const char *tier[MAX_TIER + 1]; /* NULL-ended                             */
+    size_t n_tier;
+    const char *psk_file;
+    uint64_t spin_us, tier_wait;
     bool no_look_ahead, no_check, write_sums, reader;
     const char *sums, *pins, *routing, *replay, *write_pins;
     float disk; /* GB/s                                                       */
@@ -191,6 +195,7 @@ typedef enum {
     KIND_TEXT,     /* const char *                                            */
     KIND_STOP,     /* appended to stop[]                                      */
     KIND_MIRROR,   /* appended to mirror[]                                    */
+    KIND_TIER,     /* appended to tier[]                                      */
     KIND_CHOICE,   /* uint64_t: which of the words in `value`, from 0         */
     KIND_OPTIONAL, /* const char *, "" unless given as --name=VALUE           */
     KIND_COUNT,    /* uint64_t in [lo, hi]                                    */
@@ -209,6 +214,7 @@ typedef enum {
     G_OUTPUT,
     G_MODEL,
     G_DISK,
+    G_TIER,
     N_GROUP
 } option_group;
 
@@ -219,7 +225,8 @@ static const char *const GROUP_TITLE[N_GROUP] = {
     "Measuring",                     /* G_MEASURE */
     "Output",                        /* G_OUTPUT  */
     "Model and machine",             /* G_MODEL   */
-    "Disk, where weights do not fit" /* G_DISK    */
+    "Disk, where weights do not fit", /* G_DISK   */
+    "Far boxes (k3-tier)"            /* G_TIER    */
 };
 
 typedef struct {
@@ -353,6 +360,17 @@ static const cli_option OPTION[] = {
      "model directory, if it is there)"},
     {"--no-check", NULL, KIND_FLAG, AT(no_check), RUN | BENCH, G_DISK, NULL, 0, 0,
      "do not compare what is read with checksums"},
+
+    {"--tier", "ADDR", KIND_TIER, 0, RUN | BENCH, G_TIER, NULL, 0, 0,
+     "a box that holds experts in memory: HOST:PORT, [V6]:PORT or unix:PATH;\n"
+     "asked for what would be read from disk here (repeatable)"},
+    {"--psk-file", "FILE", KIND_TEXT, AT(psk_file), RUN | BENCH, G_TIER, NULL, 0, 0,
+     "the key that boxes ask for, and must themselves know"},
+    {"--spin-us", "N", KIND_COUNT, AT(spin_us), RUN | BENCH, G_TIER, "50", 0, 1000000,
+     "a wait for a box spins so many microseconds before it sleeps"},
+    {"--tier-wait", "N", KIND_COUNT, AT(tier_wait), RUN | BENCH, G_TIER, "0", 0, 60000000,
+     "wait at least so many microseconds for an answer; 0: no longer than it\n"
+     "would take to read and compute here"},
 };
 
 /* `given` has a bit for each row. */
@@ -478,6 +496,13 @@ static int option_add_mirror(cli_args *a, const char *text) {
     return DONE;
 }
 
+static int option_add_tier(cli_args *a, const char *text) {
+    if (!text[0]) return fail(FAIL_USAGE, "--tier: an empty text is no address");
+    if (a->n_tier == MAX_TIER) return fail(FAIL_USAGE, "--tier: at most %d boxes", MAX_TIER);
+    a->tier[a->n_tier++] = text;
+    return DONE;
+}
+
 /* Store one value, checked. */
 static int option_set(const cli_option *o, cli_args *a, const char *text) {
     void *field = (char *)a + o->at;
@@ -491,6 +516,7 @@ static int option_set(const cli_option *o, cli_args *a, const char *text) {
         a->stop[a->n_stop++] = text;
         return DONE;
     case KIND_MIRROR: return option_add_mirror(a, text);
+    case KIND_TIER: return option_add_tier(a, text);
     case KIND_CHOICE: return option_set_choice(o, a, text);
     case KIND_COUNT: return option_set_count(o, a, text);
     case KIND_REAL: return option_set_real(o, a, text);
@@ -930,6 +956,10 @@ static k3_options engine_options(const cli_args *a, const char *dir, console *co
     o.sums = a->sums;
     o.pins = a->pins;
     o.no_check = a->no_check || a->write_sums;
+    o.tiers = a->tier;
+    o.tier_key = a->psk_file;
+    o.spin_us = (uint32_t)a->spin_us;
+    o.tier_wait_us = (uint32_t)a->tier_wait;
     if (is_given(a, "--lora-eps")) o.eps_lora = a->lora_eps;
     if (a->golden) o.eps_lora = 1e-5f;
     o.note = console_note;
@@ -1406,6 +1436,10 @@ static void json_put_disk(json_object *o, const run_state *r) {
     json_put_count(o, "guesses", st.guesses);
     json_put_count(o, "guess_hits", st.guess_hits);
     json_put_count(o, "wasted_bytes", st.wasted_bytes);
+    if (!r->a->n_tier) return;
+    json_put_count(o, "far_asked", st.far_asked);
+    json_put_count(o, "far_served", st.far_served);
+    json_put_count(o, "far_late", st.far_late);
 }
 
 /* The --json object, complete, in one write. */
@@ -1462,6 +1496,13 @@ static void run_say_disk(const run_state *r) {
         fmt_bytes(ram, k3_engine_plan(r->e)->ram_bytes));
 }
 
+static void run_say_tier(const run_state *r) {
+    k3_stats st = timeline_stats(&r->line, &r->line.before);
+    say("tier: %llu experts asked for, %.0f %% of them served; %llu answers too late",
+        (unsigned long long)st.far_asked, percent(st.far_served, st.far_asked),
+        (unsigned long long)st.far_late);
+}
+
 /* The end: JSON or the last newline to stdout, statistics to stderr. */
 static int run_report(const run_state *r) {
     int rc = r->a->json ? run_json(r) : r->n_out ? out_write("\n", 1) : DONE;
@@ -1469,6 +1510,7 @@ static int run_report(const run_state *r) {
         fprintf(r->trace.f ? r->trace.f : stderr, "trace_fnv %016llx\n",
                 (unsigned long long)r->trace_fnv);
     if (r->says_disk) run_say_disk(r);
+    if (r->a->n_tier && !r->a->quiet) run_say_tier(r);
     if (!r->a->quiet)
         say("prompt %zu ids, %.1f tok/s; answer %zu ids, %.1f tok/s (%s); "
             "ids_fnv %016llx logits_fnv %016llx",
