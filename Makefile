@@ -34,8 +34,9 @@ KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/tier_client.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(PARTS)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
-          $(BUILD)/test_stream
-REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index
+          $(BUILD)/test_stream $(BUILD)/test_tier $(BUILD)/tier_chaos
+REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
+          $(BUILD)/replay_tier
 
 .PHONY: all demo test test-model test-big asan tsan neon fuzz bench golden install clean help
 all: $(BUILD)/k3 $(BUILD)/k3-tier
@@ -79,6 +80,21 @@ $(BUILD)/%.o: %.c | $(BUILD)
 $(BUILD)/test_engine $(BUILD)/test_model $(BUILD)/test_stream: $(BUILD)/%: tests/%.c $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(PARTS) $(K3_LIBS)
+
+$(BUILD)/tier_chaos: tests/tier_chaos.c | $(BUILD)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< -lcrypto
+
+# tier_server.c is included, the engine linked.
+$(BUILD)/test_tier: tests/test_tier.c $(ENGINE)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(ENGINE) $(K3_LIBS)
+
+# Client and server in one program, so without the client's object.
+$(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c $(BUILD)/k3.o $(KERNELS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ tests/fuzz_tier.c \
+	  tests/fuzz_replay.c $(BUILD)/k3.o $(KERNELS) $(K3_LIBS)
 
 $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)

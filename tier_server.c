@@ -1328,7 +1328,10 @@ static int memory_open(server *s) {
         !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w)
         return fail(FAIL_IO, "out of memory for %u experts", st->n_slots);
     memset(st->slot_of, 0xff, n * sizeof *st->slot_of);
-    for (uint32_t i = st->n_slots; i-- > 0;) st->free[st->n_free++] = i;
+    for (uint32_t i = st->n_slots; i-- > 0;) {
+        st->free[st->n_free++] = i;
+        st->slots[i].il = s->m.n_dense; /* an expert there is, though not this slot's */
+    }
     return DONE;
 }
 

@@ -10,9 +10,11 @@ seconds=${1:-60}
 dir=build-fuzz
 mkdir -p $dir
 command -v clang >/dev/null || { echo "fuzz: SKIP clang is not installed"; exit 77; }
-for target in text config header index; do
+for target in text config header index tier; do
+    with=tier_client.c
+    [ $target != tier ] || with=k3.c # it includes the client and the server
     clang -std=c99 -D_GNU_SOURCE -O1 -g -fsanitize=fuzzer,address,undefined -Wno-unused-function \
-        -o $dir/fuzz_$target tests/fuzz_$target.c -luring -lpcre2-8 -ljson-c -lpthread -lm
+        -o $dir/fuzz_$target tests/fuzz_$target.c $with -luring -lpcre2-8 -ljson-c -lcrypto -lpthread -lm
     mkdir -p $dir/corpus_$target
     $dir/fuzz_$target -max_total_time="$seconds" -artifact_prefix=$dir/ -print_final_stats=1 \
         $dir/corpus_$target tests/corpus/$target

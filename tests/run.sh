@@ -52,8 +52,10 @@ run "$BUILD/test_model"
 run "$BUILD/test_engine" demo scripts tests/data $quick
 # shellcheck disable=SC2086
 run "$BUILD/test_stream" demo $quick
-for target in text config header index; do replay $target; done
+run "$BUILD/test_tier" demo
+for target in text config header index tier; do replay $target; done
 run tests/test_cli.sh
+run tests/test_tier.sh demo
 run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
 if [ -z "$quick" ]; then
     run tests/test_example.sh
