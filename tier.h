@@ -71,7 +71,6 @@ typedef struct {
     uint64_t late;          /* answers that came after their deadline, or never      */
     uint64_t lost;          /* connections that ended                                */
     uint64_t refused;       /* answers that were not believed                        */
-    uint64_t sent_bytes, got_bytes;
     uint32_t n_up; /* boxes that can be asked now                           */
 } tier_stats;
 

@@ -124,7 +124,6 @@ static bool box_flush(box *b) {
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return true;
         if (n < 0) return false;
         b->i_out += (size_t)n;
-        b->t->stats.sent_bytes += (uint64_t)n;
     }
     b->i_out = b->n_out = 0;
     return true;
