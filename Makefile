@@ -90,6 +90,11 @@ $(BUILD)/test_tier: tests/test_tier.c $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(ENGINE) $(K3_LIBS)
 
+# What a hop costs; not a test. The client is included.
+$(BUILD)/bench_tier: tests/bench_tier.c $(BUILD)/k3.o $(KERNELS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/k3.o $(KERNELS) $(K3_LIBS)
+
 # Client and server in one program, so without the client's object.
 $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c $(BUILD)/k3.o $(KERNELS)
 	$(call say,CC   $<)

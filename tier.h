@@ -67,11 +67,12 @@ typedef struct {
 } tier_options;
 
 typedef struct {
-    uint64_t asked, served; /* experts                                               */
-    uint64_t late;          /* answers that came after their deadline, or never      */
-    uint64_t lost;          /* connections that ended                                */
-    uint64_t refused;       /* answers that were not believed                        */
-    uint32_t n_up; /* boxes that can be asked now                           */
+    uint64_t asked, served;        /* experts                                               */
+    uint64_t late;                 /* answers that came after their deadline, or never      */
+    uint64_t lost;                 /* connections that ended                                */
+    uint64_t refused;              /* answers that were not believed                        */
+    uint64_t queue_ns, compute_ns; /* of the last answer, as its box says */
+    uint32_t n_up;                 /* boxes that can be asked now                           */
 } tier_stats;
 
 /* Memory that a client needs, 64-aligned; all it will ever use but for its threads. */

@@ -245,6 +245,8 @@ static const char *box_take_reply(box *b, const uint8_t *p, size_t n, int64_t *Q
         for (size_t k = 0; k < lat; k++) Q[t * lat + k] += (int64_t)tier_get64(from + 8 * k);
     }
     b->misses = 0;
+    b->t->stats.queue_ns = r.queue_ns;
+    b->t->stats.compute_ns = r.compute_ns;
     if (n_served > 0) {
         b->troubles = 0;
         b->has_served = true;
