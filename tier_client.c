@@ -355,7 +355,7 @@ bool tier_ask(tier *t, uint32_t il, uint32_t ie, uint32_t n, const uint32_t *row
         if (box_has(c, il, ie) && row[n - 1] < c->max_rows && (!b || c->n_pairs < b->n_pairs))
             b = c;
     }
-    if (!b) return false;
+    if (!b || b->n_pairs + n > t->max_rows * t->m.top_k) return false;
     if (b->n_list == 0) {
         memset(b->place, 0xff, t->max_rows * sizeof *b->place);
         b->il = il;

@@ -74,6 +74,7 @@ static int ping_pong(size_t n_out, size_t n_back) {
         return -1;
     pid_t child = fork();
     if (child == 0) {
+        close(fd); /* or it would never see the end */
         int peer = accept(ear, NULL, NULL);
         tier_socket_tune(peer);
         for (;;) {
@@ -207,7 +208,7 @@ int main(int argc, char **argv) {
         uint64_t n_bad = 0;
         const uint32_t n_experts[] = {0, 1, 2, 3, 16};
         for (size_t k = 0; k < sizeof n_experts / sizeof *n_experts; k++)
-            if (n_experts[k] <= m.n_experts) n_bad += measure(argv[i], n_experts[k], 1, z, Q);
+            if (n_experts[k] <= m.top_k) n_bad += measure(argv[i], n_experts[k], 1, z, Q);
         n_bad += measure(argv[i], 1, 3, z, Q);
         printf("# %s: %llu requests in vain\n", argv[i], (unsigned long long)n_bad);
         tier_close(far);
