@@ -17,7 +17,7 @@ K3_BITS = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errn
           -fno-trapping-math
 K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
 K3_OMP ?= -fopenmp
-K3_LIBS = -luring -lpcre2-8 -ljson-c -lcrypto -lpthread -lm
+K3_LIBS = -luring -lpcre2-8 -ljson-c -lzstd -lcrypto -lpthread -lm
 
 # Kernel sets of the machine that will run it, each with its own flags and no other file's.
 K3_TARGET := $(shell $(CC) -dumpmachine)
@@ -32,11 +32,11 @@ DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/tier_client.o $(KERNELS)
-ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(PARTS)
+ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
-          $(BUILD)/test_stream $(BUILD)/test_tier $(BUILD)/tier_chaos
+          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_tier $(BUILD)/tier_chaos
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
-          $(BUILD)/replay_tier
+          $(BUILD)/replay_state $(BUILD)/replay_tier
 
 .PHONY: all demo test test-model test-big asan tsan neon fuzz bench golden install clean help
 all: $(BUILD)/k3 $(BUILD)/k3-tier
@@ -101,6 +101,10 @@ $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c $(BUILD)/k3.o $(KERN
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ tests/fuzz_tier.c \
 	  tests/fuzz_replay.c $(BUILD)/k3.o $(KERNELS) $(K3_LIBS)
 
+$(BUILD)/test_state: tests/test_state.c $(BUILD)/k3_state.o $(PARTS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
+
 $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(K3_LIBS)
@@ -112,6 +116,11 @@ $(BUILD)/test_kernels: tests/test_kernels.c $(BUILD)/k3.o $(PARTS)
 $(BUILD)/replay_%: tests/fuzz_%.c tests/fuzz_replay.c $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
+
+$(BUILD)/replay_state: tests/fuzz_state.c tests/fuzz_replay.c $(BUILD)/k3_state.o $(PARTS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< tests/fuzz_replay.c \
+	  $(filter %.o,$^) $(K3_LIBS)
 
 $(BUILD):
 	$(Q)mkdir -p $@

@@ -15,6 +15,7 @@
  *   12  AttnRes, one layer, head
  *   13  Sampling
  * Who asks
+ *   14  State: what of a session is saved, snapshots      (its files are k3_state.c)
  *   15  Sessions
  *   16  Oracle
  *   17  Public functions
@@ -31,6 +32,7 @@
  *   - Naming: il layer, ie expert, lat the latent width, t a position inside a chunk.
  */
 #include "k3.h"
+#include "k3_state.h"
 
 #define K3_KERNELS_ELEMENTWISE
 #include "kernels.h"
@@ -50,6 +52,7 @@
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -293,7 +296,8 @@ static uint64_t cgroups_left(void) {
 /* What this process may still take: MemAvailable or what its control groups leave, whichever is
  * less, less a margin of 1/16 for the rest of the system. */
 static uint64_t budget_default(void) {
-    uint64_t bytes = read_number("/proc/meminfo", "MemAvailable:", 4u << 20) * 1024,
+    uint64_t least = (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    uint64_t bytes = read_number("/proc/meminfo", "MemAvailable:", least / 1024) * 1024,
              left = cgroups_left();
     if (left < bytes) bytes = left;
     return bytes - bytes / 16;
@@ -1017,6 +1021,7 @@ typedef struct {
     const char *dir;
     shard *shards;
     uint32_t n_shards;
+    uint64_t header_bytes; /* the longest header: read whole while opening */
     uint64_t dims[N_DIMS];
     place at_model[N_MODEL_TENSORS];
     place (*at)[N_TENSORS];   /* [n_layers], entries of the layer's own parts are used */
@@ -1554,6 +1559,7 @@ static int header_read(model *m, const k3_shape *sh, uint16_t i_shard, k3_error 
                     s->name, (unsigned long long)n, HEADER_MAX_BYTES);
     char *text = malloc((size_t)n + 1);
     if (!text) return fail(err, K3_ENOMEM, "%s: out of memory for its header", s->name);
+    if (n > m->header_bytes) m->header_bytes = n;
     rc = read_exact(s, text, n, 8, err);
     if (rc == 0) rc = header_entries(m, sh, i_shard, text, (size_t)n, err);
     free(text);
@@ -1785,7 +1791,7 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
  */
 #define IO_ALIGN 4096u
 #define IO_MAX_DEPTH 64
-#define IO_MAX_THREADS 16
+#define IO_AGAIN 10000 /* interruptions of one request; more are an error */
 
 enum io_urgency { IO_DEMAND, IO_TRUNK, IO_GUESS, N_URGENCIES };
 enum io_state { IO_IDLE, IO_QUEUED, IO_BUSY, IO_DONE, IO_FAILED };
@@ -1799,9 +1805,10 @@ typedef struct io_req {
     bool has_sum;
     uint8_t tried;      /* copies that failed it, by bit             */
     uint8_t only;       /* 1 + the copy that must answer; 0: any     */
+    uint8_t avoid;      /* copies not to be asked, by bit            */
     enum io_state state;
     enum io_urgency urgency;
-    int i_copy, n_tries;
+    int i_copy, n_tries, n_again;
     int why;            /* errno of a failure; 0: the file ended     */
     uint64_t got, start_ns;
     struct io_req *next;
@@ -1822,7 +1829,7 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t work, done;
     io_req *first[N_URGENCIES], *last[N_URGENCIES];
-    pthread_t threads[IO_MAX_THREADS];
+    pthread_t threads[IO_MAX_DEPTH];
     int n_threads, depth, n_busy;
     bool is_stopping, is_direct, is_uring;
     pread_fn read;
@@ -1919,8 +1926,8 @@ static io_req *io_pop(disk *d) {
         io_unlink(d, r);
         r->state = IO_BUSY;
         r->got = 0;
-        r->n_tries = 0;
-        r->tried = 0;
+        r->n_tries = r->n_again = 0;
+        r->tried = r->avoid;
         r->why = 0;
         r->start_ns = now_ns();
         r->i_copy = io_choose_copy(d, r);
@@ -1967,7 +1974,7 @@ static void io_done(disk *d, io_req *r) {
 static bool io_advance(disk *d, io_req *r, ssize_t res) {
     uint64_t need = r->offset + r->n - io_base(r);
     bool is_going_on = false;
-    if (res == -EINTR || res == -EAGAIN) return false;
+    if ((res == -EINTR || res == -EAGAIN) && r->n_again++ < IO_AGAIN) return false;
     if (res > 0) r->got += (uint64_t)res;
     if (res > 0 && r->got < need) return false;
     r->at = r->to + (r->offset - io_base(r));
@@ -2149,7 +2156,7 @@ static int disk_fail(const disk *d, const io_req *r, k3_error *err) {
 static int disk_threads_start(disk *d, k3_error *err) {
     void *(*run)(void *) = d->is_uring ? ring_main : pool_main;
     d->is_stopping = false;
-    for (d->n_threads = 0; d->n_threads < (d->is_uring ? 1 : IO_MAX_THREADS); d->n_threads++)
+    for (d->n_threads = 0; d->n_threads < (d->is_uring ? 1 : d->depth); d->n_threads++)
         if (pthread_create(&d->threads[d->n_threads], NULL, run, d) != 0) {
             if (d->n_threads > 0) break;
             return fail(err, K3_ENOMEM, "cannot start a thread for reading");
@@ -2290,8 +2297,9 @@ struct k3_engine {
     uint8_t *bounce; /* for small reads: vectors, rows of the embedding */
     uint64_t bounce_bytes;
     k3_plan plan;
-    struct scratch *scratch; /* one step at a time uses it */
-    pthread_mutex_t step, money; /* the latter guards the ledger */
+    struct scratch *scratch;     /* one step at a time uses it */
+    pthread_mutex_t step, money; /* the latter guards the ledger and the fingerprint */
+    uint64_t fingerprint;        /* 0: not yet asked for (section 14)                */
     k3_stats stats;
     tier *far; /* the far boxes; NULL: none */
     void *far_block;
@@ -2301,22 +2309,29 @@ struct k3_engine {
 };
 
 /* Read n bytes to `to` by way of the bounce buffer; `sum` is their XXH3, or NULL. What is too long
- * for one read is checked as a whole, and read once more when it does not match. */
+ * for one read is checked as a whole; when it does not match it is read once more, and then from
+ * other copies than the first time. */
 static int engine_read(k3_engine *e, uint16_t i_shard, void *to, uint64_t n, uint64_t offset,
                        const uint64_t *sum, k3_error *err) {
     uint64_t cap = e->bounce_bytes - IO_ALIGN;
-    for (int i_try = 0; i_try < 2; i_try++) {
+    uint8_t from = 0, avoid = 0;
+    for (int i_try = 0; i_try < 3; i_try++) {
         for (uint64_t done = 0, part; done < n; done += part) {
             part = n - done < cap ? n - done : cap;
             io_req r = {.to = e->bounce, .offset = offset + done, .n = part, .i_shard = i_shard};
             r.has_sum = sum && part == n;
             r.sum = r.has_sum ? *sum : 0;
+            r.avoid = avoid;
             disk_submit(&e->io, &r, IO_DEMAND);
             disk_wait(&e->io, &r);
+            if (r.state == IO_FAILED && avoid)
+                return sum_fail(&e->files.shards[i_shard], offset, n, err);
             if (r.state == IO_FAILED) return disk_fail(&e->io, &r, err);
+            from |= (uint8_t)(1u << r.i_copy);
             memcpy((uint8_t *)to + done, r.at, (size_t)part);
         }
         if (!sum || n <= cap || XXH3_64bits(to, (size_t)n) == *sum) return 0;
+        avoid = i_try == 1 ? from : 0;
     }
     return sum_fail(&e->files.shards[i_shard], offset, n, err);
 }
@@ -2412,16 +2427,18 @@ static int trunk_read_vector(k3_engine *e, uint32_t il, enum tensor t, void *to,
     return 0;
 }
 
+#define MATRIX_AHEAD 16
+
 /* Read a matrix to `to`, several pieces at once by way of the still empty expert slots; without
  * room for that, one after another. */
 static int trunk_read_matrix(k3_engine *e, uint32_t il, enum tensor t, uint8_t *to, k3_error *err) {
     const place *at = trunk_place(e, il, t);
-    io_req req[IO_MAX_THREADS];
+    io_req req[MATRIX_AHEAD];
     uint64_t n = tensor_bytes(e->files.dims, t), step = piece_bytes(&e->files, t);
     uint64_t n_pieces = (n + step - 1) / step, room = io_room(step);
     uint64_t n_bounce = e->store.n_slots * e->store.slot_bytes / room;
     int rc = 0;
-    if (n_bounce > IO_MAX_THREADS) n_bounce = IO_MAX_THREADS;
+    if (n_bounce > MATRIX_AHEAD) n_bounce = MATRIX_AHEAD;
     for (uint64_t i = 0; n_bounce < 2 && i < n_pieces && rc == 0; i++)
         rc = engine_read(e, at->shard, to + i * step, n - i * step < step ? n - i * step : step,
                          at->offset + i * step, trunk_sum(e, il, t, i), err);
@@ -2895,7 +2912,8 @@ static void store_settle_guesses(k3_engine *e, uint32_t il, const uint32_t *n_of
             e->stats.guess_hits++;
             continue;
         }
-        e->stats.wasted_bytes += e->sh.expert_bytes;
+        for (int k = 0; k < s->n_reqs; k++) /* what was not begun is taken back and costs nothing */
+            if (disk_state(&e->io, &s->req[k]) != IO_QUEUED) e->stats.wasted_bytes += s->req[k].n;
         store_drop(e, s); /* nobody looked at it: it is not among the held */
     }
     st->n_guess = 0;
@@ -2957,6 +2975,8 @@ static int pins_line(const k3_engine *e, const char *line, int i_line, uint32_t 
         if (end == from || *from == '-' || !strchr(" \t\n", *end))
             return fail(err, K3_EUSAGE, "%s: line %d: not `layer expert`", e->opt.pins, i_line);
     }
+    if (e->sh.n_dense >= e->sh.n_layers)
+        return fail(err, K3_EUSAGE, "%s: line %d: this model has no experts", e->opt.pins, i_line);
     if (at[0] < e->sh.n_dense || at[0] >= e->sh.n_layers || at[1] >= e->sh.n_experts)
         return fail(
             err, K3_EUSAGE,
@@ -2970,13 +2990,16 @@ static int pins_line(const k3_engine *e, const char *line, int i_line, uint32_t 
 
 typedef int (*pins_fn)(k3_engine *e, uint32_t il, uint32_t ie);
 
-/* Visit each pin until `fn` says 1; the number of lines with pins, or an error. */
+/* Visit each pin, the first time that it is named, until `fn` says 1. Returns how many. */
 static int64_t pins_scan(k3_engine *e, pins_fn fn, k3_error *err) {
+    const k3_shape *sh = &e->sh;
     char line[256];
     int64_t n = 0;
     int rc = 0;
     FILE *f = fopen(e->opt.pins, "re");
     if (!f) return fail(err, K3_EIO, "%s: %s", e->opt.pins, strerror(errno));
+    uint8_t *seen = calloc(((size_t)(sh->n_layers - sh->n_dense) * sh->n_experts + 7) / 8 + 1, 1);
+    if (!seen) rc = fail(err, K3_ENOMEM, "%s: out of memory", e->opt.pins);
     for (int i_line = 1; rc == 0 && fgets(line, sizeof line, f); i_line++) {
         uint32_t il = 0, ie = 0;
         const char *at = line + strspn(line, " \t\r\n");
@@ -2984,11 +3007,15 @@ static int64_t pins_scan(k3_engine *e, pins_fn fn, k3_error *err) {
             rc = fail(err, K3_EUSAGE, "%s: line %d is too long", e->opt.pins, i_line);
         if (rc < 0 || *at == 0 || *at == '#') continue;
         if ((rc = pins_line(e, at, i_line, &il, &ie, err)) < 0) break;
+        size_t i = (size_t)(il - sh->n_dense) * sh->n_experts + ie;
+        if (seen[i / 8] >> i % 8 & 1) continue;
+        seen[i / 8] |= (uint8_t)(1u << i % 8);
         n++;
         if (fn) rc = fn(e, il, ie);
     }
     if (rc == 0 && ferror(f)) rc = fail(err, K3_EIO, "%s: read error", e->opt.pins);
     fclose(f);
+    free(seen);
     return rc < 0 ? rc : n;
 }
 
@@ -3216,26 +3243,52 @@ static int write_all(int fd, const void *from, uint64_t n) {
     return 0;
 }
 
-/* Write the file under another name first: it is there whole or not at all. */
-static int sums_save(const k3_engine *e, uint64_t fingerprint, k3_error *err) {
-    char path[4352], part[4400];
+/* A file of sums being made: under another name until it is whole. */
+typedef struct {
+    char path[4352], part[4360];
+    int fd;
+} sums_out;
+
+/* Before hours of reading: can it be written? Links are followed, and only a file is replaced. */
+static int sums_create(const k3_engine *e, sums_out *o, k3_error *err) {
+    struct stat st;
+    sums_path(e, o->path, sizeof o->path);
+    char *real = realpath(o->path, NULL);
+    if (real && strlen(real) < sizeof o->path) strcpy(o->path, real);
+    free(real);
+    o->fd = -1;
+    if (stat(o->path, &st) == 0 && !S_ISREG(st.st_mode))
+        return fail(err, K3_EIO, "%s: not a regular file; name another with --sums FILE", o->path);
+    snprintf(o->part, sizeof o->part, "%s.part", o->path);
+    o->fd = open(o->part, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+    if (o->fd < 0)
+        return fail(err, K3_EIO, "%s: %s; name another place with --sums FILE", o->part,
+                    strerror(errno));
+    if (flock(o->fd, LOCK_EX | LOCK_NB) == 0) return 0;
+    close(o->fd); /* the other's, whatever becomes of it */
+    o->fd = -1;
+    return fail(err, K3_EIO, "%s: another process is writing it", o->part);
+}
+
+static void sums_abandon(sums_out *o) {
+    if (o->fd < 0) return;
+    unlink(o->part);
+    close(o->fd);
+}
+
+static int sums_save(const k3_engine *e, sums_out *o, uint64_t fingerprint, k3_error *err) {
     uint64_t head[SUMS_HEAD / 8], n_bytes = e->sums.n * sizeof(uint64_t), end;
     memcpy(head, SUMS_MAGIC, 8);
     head[1] = fingerprint;
     head[2] = e->sums.n;
     end = XXH3_64bits_withSeed(e->sums.sum, (size_t)n_bytes, XXH3_64bits(head, SUMS_HEAD));
-    sums_path(e, path, sizeof path);
-    snprintf(part, sizeof part, "%s.part", path);
-    int fd = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    if (fd < 0)
-        return fail(err, K3_EIO, "%s: %s; name another place with --sums FILE", part,
-                    strerror(errno));
-    bool is_ok = write_all(fd, head, SUMS_HEAD) == 0 && write_all(fd, e->sums.sum, n_bytes) == 0 &&
-                 write_all(fd, &end, 8) == 0 && fsync(fd) == 0;
-    if (close(fd) == 0 && is_ok && rename(part, path) == 0) return 0;
-    int why = errno;
-    unlink(part);
-    return fail(err, K3_EIO, "%s: %s", path, strerror(why));
+    bool is_ok = ftruncate(o->fd, 0) == 0 && write_all(o->fd, head, SUMS_HEAD) == 0 &&
+                 write_all(o->fd, e->sums.sum, n_bytes) == 0 && write_all(o->fd, &end, 8) == 0 &&
+                 fsync(o->fd) == 0 && rename(o->part, o->path) == 0;
+    if (!is_ok) return fail(err, K3_EIO, "%s: %s", o->path, strerror(errno));
+    close(o->fd);
+    o->fd = -1;
+    return 0;
 }
 
 /* ---- The plan: one number of bytes, divided ----
@@ -3273,8 +3326,9 @@ static uint64_t matrices_bytes(const k3_engine *e, bool is_vector_wanted) {
 static uint64_t plan_fixed(const k3_engine *e, uint64_t chunk) {
     const k3_plan *p = &e->plan;
     uint64_t n_moe = e->sh.n_layers - e->sh.n_dense;
-    return e->mem.used + p->vector_bytes + p->session_bytes + scratch_bytes(e, chunk) +
-           plan_bounce(e) + (n_moe ? store_meta_bytes(&e->sh, 2) + 2 * p->slot_bytes : 0);
+    return e->mem.used + p->vector_bytes + p->session_bytes + p->snapshot_bytes +
+           scratch_bytes(e, chunk) + plan_bounce(e) +
+           (n_moe ? store_meta_bytes(&e->sh, 2) + 2 * p->slot_bytes : 0);
 }
 
 static uint64_t plan_ring_least(const k3_engine *e) {
@@ -3362,13 +3416,18 @@ static int plan_make(k3_engine *e, k3_error *err) {
     p->vector_bytes = matrices_bytes(e, true);
     p->state_bytes = sh->state_bytes;
     p->session_bytes = session_bytes(sh, p->context);
+    p->snapshot_bytes = (uint64_t)o->snapshots * sh->state_bytes;
     p->slot_bytes = expert_room(&e->files, sh);
     uint64_t all = matrices_bytes(e, false), trunk = plan_ring_least(e) + plan_pieces(e);
     if (trunk > all) trunk = all; /* small enough to be kept */
     uint64_t chunk = o->chunk ? (uint64_t)o->chunk : plan_chunk(e, trunk);
     uint64_t fixed = plan_fixed(e, chunk);
     p->floor_bytes = plan_fixed(e, o->chunk ? chunk : 1) + trunk;
-    if (fixed + trunk > e->mem.limit)
+    if (e->files.header_bytes > OVERHEAD_BYTES / 2) { /* unusual, and over by now */
+        uint64_t open = e->mem.used + e->files.header_bytes;
+        if (p->floor_bytes < open) p->floor_bytes = open;
+    }
+    if (fixed + trunk > e->mem.limit || p->floor_bytes > e->mem.limit)
         return fail(err, K3_EBUDGET,
                     "a budget of %llu bytes is below the floor of this model with a context of "
                     "%llu: give at least "
@@ -3411,8 +3470,9 @@ static int disk_compare(const shard *s, int c, const char *path, k3_error *err) 
         if (memcmp(a, b, (size_t)n) != 0)
             return fail(
                 err, K3_EMODEL,
-                "%s differs from its original near offset 0x%llx: not a copy; copy it again", path,
-                (unsigned long long)offset);
+                "%s differs from its original near offset 0x%llx: one of the two is damaged or of "
+                "another revision; `k3 verify` with sums tells which",
+                path, (unsigned long long)offset);
     }
     return 0;
 }
@@ -3440,9 +3500,11 @@ static int disk_add_copy(k3_engine *e, const char *dir, k3_error *err) {
         if (size != s->size)
             return fail(err, K3_EMODEL, "%s has %llu bytes, its original %llu: not a copy", path,
                         (unsigned long long)size, (unsigned long long)s->size);
-        int rc = c > 0 ? disk_compare(s, c, path, err) : 0;
+        int rc = c > 0 && !e->sums.sum ? disk_compare(s, c, path, err) : 0; /* sums know better */
         if (rc < 0) return rc;
         s->fd_direct[c] = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT); /* -1: read it plainly */
+        if (s->fd_direct[c] < 0 && (errno == EMFILE || errno == ENFILE))
+            return fail(err, K3_EIO, "%s: %s; raise `ulimit -n`", path, strerror(errno));
         n_found++;
     }
     if (n_found > 0) return 0;
@@ -3499,9 +3561,13 @@ static double probe_once(k3_engine *e, uint32_t n, uint64_t *seed) {
     uint64_t start = now_ns();
     for (uint32_t i = 0; i < n; i++)
         for (int k = 0; k < n_reqs[i]; k++) disk_submit(&e->io, &req[i][k], IO_DEMAND);
+    bool is_bad = false;
     for (uint32_t i = 0; i < n; i++)
-        for (int k = 0; k < n_reqs[i]; k++) disk_wait(&e->io, &req[i][k]);
-    return 1e9 * (double)(n * sh->expert_bytes) / (double)(now_ns() - start + 1);
+        for (int k = 0; k < n_reqs[i]; k++) {
+            disk_wait(&e->io, &req[i][k]);
+            is_bad = is_bad || req[i][k].state == IO_FAILED;
+        }
+    return is_bad ? 0 : 1e9 * (double)(n * sh->expert_bytes) / (double)(now_ns() - start + 1);
 }
 
 /* The better of two, since other work disturbs; 0 when this machine cannot read so. */
@@ -3509,7 +3575,8 @@ static double probe(k3_engine *e, bool is_uring, bool is_direct, int depth, uint
     uint32_t n = e->store.n_slots < PROBE_EXPERTS ? e->store.n_slots : PROBE_EXPERTS;
     if (disk_mode(&e->io, is_uring, is_direct, depth, NULL) < 0) return 0;
     double a = probe_once(e, n, seed), b = probe_once(e, n, seed);
-    return a > b ? a : b;
+    for (int i = 0; i < e->io.n_copies; i++) e->io.copies[i].is_dead = false; /* the mode's fault */
+    return a <= 0 || b <= 0 ? 0 : a > b ? a : b;
 }
 
 /* Plain or direct, pool or ring, how deep: as asked, else as a probe of about a gigabyte says. A
@@ -3639,6 +3706,7 @@ struct k3_session {
     uint64_t pos, context;
     float **state; /* [n_layers]: KDA: S [heads][d][d], then history [3][3][heads x d];
                       MLA: cache [context][k3_pad(kv_lora + rope)], packed rows */
+    uint32_t *ids; /* [context]: those run so far */
     void *block;
     uint64_t block_bytes;
     bool is_broken;
@@ -3757,7 +3825,7 @@ static uint64_t scratch_bytes(const k3_engine *e, uint64_t chunk) {
     struct scratch s;
     bump b = {NULL, 0};
     scratch_carve(&s, &b, &e->sh, chunk, (uint64_t)e->n_threads);
-    return b.used;
+    return b.used > K3_STATE_ROOM ? b.used : K3_STATE_ROOM; /* between steps, states pass through */
 }
 
 static int scratch_open(k3_engine *e, k3_error *err) {
@@ -4918,11 +4986,204 @@ uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size,
     return c[pick].id;
 }
 
+/* ==== 14. State ======================================================================
+ *
+ * What a session holds, for k3_state.c to write and read; the files themselves are parsed there,
+ * since they are not to be trusted. And undo: KDA state cannot be cut back to fewer positions, so
+ * a snapshot keeps the fixed part. The latent cache needs no copy: a row depends on the ids up to
+ * its position only, so rows written since are written over, and rows before are the same.
+ */
+static uint64_t layer_state_bytes(const k3_shape *sh, uint32_t il, uint64_t context); /* 15 */
+
+const uint32_t *k3_session_ids(const k3_session *s, size_t *n) {
+    if (n) *n = (size_t)s->pos;
+    return s->ids;
+}
+
+k3_engine *k3_state_engine(const k3_session *s) { return s->e; }
+bool k3_state_is_broken(const k3_session *s) { return s->is_broken; }
+uint32_t *k3_state_ids(k3_session *s) { return s->ids; }
+
+void k3_state_layer(const k3_session *s, uint32_t il, uint64_t n_pos, k3_state_array *out) {
+    const k3_shape *sh = &s->e->sh;
+    uint64_t n = (uint64_t)sh->kda_heads * sh->kda_dim;
+    out->p = s->state[il];
+    out->n_bytes =
+        (sh->is_mla[il] ? n_pos * k3_pad(sh->kv_lora + sh->rope_dim) : n * sh->kda_dim + 9 * n) *
+        sizeof(float);
+}
+
+void k3_state_resume(k3_session *s, uint64_t n_pos) {
+    s->pos = n_pos;
+    s->is_broken = false;
+}
+
+void *k3_state_begin(k3_engine *e, uint64_t *room) {
+    pthread_mutex_lock(&e->step);
+    *room = e->scratch->block_bytes;
+    return e->scratch->block;
+}
+
+void k3_state_end(k3_engine *e) { pthread_mutex_unlock(&e->step); }
+
+void k3_state_note(const k3_engine *e, const char *line) {
+    if (e->opt.note) e->opt.note(e->opt.user, line);
+}
+
+/* ---- Fingerprint ---- */
+
+#define PRINT_SAMPLE_BYTES 64
+#define PRINT_EXPERTS 1024 /* expert tensors sampled, about */
+
+typedef struct {
+    const k3_engine *e;
+    XXH3_state_t *hash;
+    uint64_t n_expert_tensors, seed;
+    k3_error *err;
+} print_walk;
+
+/* Every number that the bits depend on; not the bytes of the struct, which has holes. */
+static void print_shape(XXH3_state_t *hash, const k3_shape *sh) {
+    const uint32_t u[] = {sh->vocab_size, sh->hidden,      sh->n_layers, sh->n_heads,
+                          sh->q_lora,     sh->kv_lora,     sh->nope_dim, sh->rope_dim,
+                          sh->v_dim,      sh->kda_heads,   sh->kda_dim,  sh->conv_width,
+                          sh->block_size, sh->dense_inter, sh->n_dense,  sh->n_experts,
+                          sh->top_k,      sh->n_shared,    sh->latent,   sh->expert_inter};
+    const float f[] = {sh->rms_eps,   sh->eps_lora,         sh->gate_lower_bound,
+                       sh->situ_beta, sh->situ_linear_beta, sh->routed_scale};
+    XXH3_64bits_update(hash, u, sizeof u);
+    XXH3_64bits_update(hash, f, sizeof f);
+    XXH3_64bits_update(hash, sh->is_mla, sh->n_layers);
+}
+
+/* One sample of a tensor: of every trunk tensor, and of about PRINT_EXPERTS of the experts'. The
+ * place in it is drawn from what was hashed so far: the same for the same model. */
+static int print_visit(void *user, const name_id *id) {
+    print_walk *w = user;
+    const k3_engine *e = w->e;
+    w->seed = w->seed * 6364136223846793005u + 1442695040888963407u;
+    uint64_t stride = w->n_expert_tensors / PRINT_EXPERTS + 1, n, offset;
+    uint16_t i_shard;
+    char name[256];
+    uint8_t sample[PRINT_SAMPLE_BYTES];
+    if (id->expert_tensor >= 0) {
+        if ((w->seed >> 33) % stride != 0) return 0;
+        const expert_place *at = model_expert(&e->files, &e->sh, id->il, id->ie);
+        i_shard = at->shard[id->expert_tensor];
+        offset = at->offset[id->expert_tensor];
+        n = expert_tensor_bytes(&e->sh, id->expert_tensor);
+    } else {
+        const place *at = TENSOR[id->tensor].part == IN_MODEL ? &e->files.at_model[id->tensor]
+                                                              : &e->files.at[id->il][id->tensor];
+        i_shard = at->shard;
+        offset = at->offset;
+        n = tensor_bytes(e->files.dims, id->tensor);
+    }
+    uint64_t len = n < sizeof sample ? n : sizeof sample;
+    offset += (w->seed >> 20) % (n - len + 1);
+    int rc = read_exact(&e->files.shards[i_shard], sample, len, offset, w->err);
+    if (rc < 0) return rc;
+    name_write(id, name, sizeof name);
+    XXH3_64bits_update(w->hash, name, strlen(name));
+    XXH3_64bits_update(w->hash, sample, (size_t)len);
+    return 0;
+}
+
+int k3_state_fingerprint(const k3_engine *e, uint64_t *out, k3_error *err) {
+    k3_engine *self = (k3_engine *)e; /* kept once known; the engine stays the same to its users */
+    pthread_mutex_lock(&self->money);
+    *out = e->fingerprint;
+    pthread_mutex_unlock(&self->money);
+    if (*out) return 0;
+    print_walk w = {.e = e, .hash = XXH3_createState(), .seed = 1, .err = err};
+    if (!w.hash) return fail(err, K3_ENOMEM, "fingerprint: out of memory");
+    w.n_expert_tensors =
+        (uint64_t)(e->sh.n_layers - e->sh.n_dense) * e->sh.n_experts * N_EXPERT_TENSORS;
+    XXH3_64bits_reset(w.hash);
+    print_shape(w.hash, &e->sh);
+    int rc = model_expect(&e->sh, print_visit, &w);
+    if (rc == 0) {
+        *out = XXH3_64bits_digest(w.hash);
+        if (*out == 0) *out = 1; /* 0 says: not known */
+        pthread_mutex_lock(&self->money);
+        self->fingerprint = *out;
+        pthread_mutex_unlock(&self->money);
+    }
+    XXH3_freeState(w.hash);
+    return rc;
+}
+
+uint64_t k3_engine_fingerprint(const k3_engine *e) {
+    uint64_t print = 0;
+    return k3_state_fingerprint(e, &print, NULL) < 0 ? 0 : print;
+}
+
+/* ---- Snapshots ---- */
+
+struct k3_snapshot {
+    k3_engine *e;
+    uint64_t pos, ids_hash;
+    uint8_t *block; /* the KDA layers' arrays, one after the other */
+    uint64_t block_bytes;
+};
+
+/* Copy the KDA layers out to `block`, or back from it. */
+static void snapshot_copy(k3_session *s, uint8_t *block, bool is_back) {
+    for (uint32_t il = 0; il < s->e->sh.n_layers; il++) {
+        k3_state_array a;
+        if (s->e->sh.is_mla[il]) continue;
+        k3_state_layer(s, il, 0, &a);
+        memcpy(is_back ? a.p : block, is_back ? block : a.p, (size_t)a.n_bytes);
+        block += a.n_bytes;
+    }
+}
+
+int k3_session_snapshot(k3_session *s, k3_snapshot **out, k3_error *err) {
+    k3_engine *e = s->e;
+    *out = NULL;
+    if (s->is_broken)
+        return fail(err, K3_EUSAGE,
+                    "this session ended with an error: it has no state to take a snapshot of");
+    k3_snapshot *snap = calloc(1, sizeof *snap);
+    if (!snap) return fail(err, K3_ENOMEM, "snapshot: out of memory");
+    snap->e = e;
+    snap->pos = s->pos;
+    snap->ids_hash = XXH3_64bits(s->ids, (size_t)s->pos * sizeof *s->ids);
+    snap->block_bytes = e->sh.state_bytes;
+    snap->block = ledger_take(&e->mem, snap->block_bytes, "snapshot", err);
+    if (!snap->block) {
+        free(snap);
+        return e->mem.why;
+    }
+    snapshot_copy(s, snap->block, false);
+    *out = snap;
+    return 0;
+}
+
+int k3_session_restore(k3_session *s, const k3_snapshot *snap, k3_error *err) {
+    if (snap->e != s->e) return fail(err, K3_EUSAGE, "snapshot: taken of another engine's session");
+    if (snap->pos > s->pos ||
+        snap->ids_hash != XXH3_64bits(s->ids, (size_t)snap->pos * sizeof *s->ids))
+        return fail(err, K3_EUSAGE,
+                    "snapshot: its %llu ids are not the first of this session's %llu",
+                    (unsigned long long)snap->pos, (unsigned long long)s->pos);
+    snapshot_copy(s, snap->block, true);
+    k3_state_resume(s, snap->pos);
+    return 0;
+}
+
+void k3_snapshot_free(k3_snapshot *snap) {
+    if (!snap) return;
+    ledger_give(&snap->e->mem, snap->block, snap->block_bytes);
+    free(snap);
+}
+
 /* ==== 15. Sessions ===================================================================
  *
  * A session is what one timeline carries from position to position: for KDA layers the state and
- * three samples of each convolution, for MLA layers the latent cache. Everything is taken when
- * the session is made; pages of the cache cost nothing until they are written.
+ * three samples of each convolution, for MLA layers the latent cache; and the ids, which say what
+ * that state is of. Everything is taken when the session is made; pages of the cache cost nothing
+ * until they are written.
  */
 static uint64_t layer_state_bytes(const k3_shape *sh, uint32_t il, uint64_t context) {
     uint64_t n = (uint64_t)sh->kda_heads * sh->kda_dim;
@@ -4932,7 +5193,7 @@ static uint64_t layer_state_bytes(const k3_shape *sh, uint32_t il, uint64_t cont
 }
 
 static uint64_t session_bytes(const k3_shape *sh, uint64_t context) {
-    uint64_t sum = 0;
+    uint64_t sum = context * sizeof(uint32_t);
     for (uint32_t il = 0; il < sh->n_layers; il++) sum += layer_state_bytes(sh, il, context);
     return sum;
 }
@@ -4969,6 +5230,7 @@ int k3_session_new(k3_session **out, k3_engine *e, uint64_t context, k3_error *e
         s->state[il] = (float *)(void *)at;
         at += layer_state_bytes(sh, il, context);
     }
+    s->ids = (uint32_t *)(void *)at;
     *out = s;
     return 0;
 }
@@ -5021,7 +5283,9 @@ int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, 
         size_t n_rows = rows == K3_ROWS_ALL ? st.T : rows == K3_ROWS_LAST && at + st.T == n ? 1 : 0;
         float *to = rows == K3_ROWS_ALL ? logits + at * e->sh.vocab_size : logits;
         rc = forward(&st, ids + at, n_rows, to);
-        if (rc == 0) s->pos += st.T;
+        if (rc < 0) break;
+        memmove(s->ids + s->pos, ids + at, st.T * sizeof *ids); /* may be the session's own */
+        s->pos += st.T;
     }
     if (rc < 0) {
         s->is_broken = true;
@@ -5171,7 +5435,7 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
     e->opt.model_dir = e->dir;
     e->n_threads = engine_threads(o->n_threads);
     e->mem.limit = UINT64_MAX; /* until the plan: it names the floor, tables included */
-    e->mem.used = OVERHEAD_BYTES;
+    e->mem.used = OVERHEAD_BYTES + o->caller_bytes;
     return 0;
 }
 
@@ -5206,8 +5470,8 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
     if (rc == 0) rc = model_open(&e->files, &e->sh, &e->opt, &e->mem, err);
     if (rc == 0 && !(e->layers = calloc(e->sh.n_layers + 1, sizeof *e->layers)))
         rc = fail(err, K3_ENOMEM, "out of memory for %u layers", e->sh.n_layers);
-    if (rc == 0) rc = disk_open(e, err);
     if (rc == 0) rc = sums_open(e, err);
+    if (rc == 0) rc = disk_open(e, err);
     if (rc == 0) rc = far_open(e, err);
     if (rc == 0) rc = engine_load(e, err);
     fp_restore(fp);
@@ -5393,7 +5657,7 @@ static int verify_copies(verify *v) {
             v->n_ahead--;
         }
         if (v->values) { /* the other copies are compared with the first */
-            v->e->sums.sum = v->values;
+            v->e->sums.sum = rc == 0 ? v->values : NULL;
             v->values = NULL;
         }
     }
@@ -5413,17 +5677,19 @@ static int64_t verify_all(k3_engine *e, bool is_writing, k3_error *err) {
     if (o->headers_only)
         rc = disk_mode(&e->io, o->io == K3_IO_URING, o->direct == K3_ON,
                        o->io_depth ? o->io_depth : 8, err);
+    sums_out out = {.fd = -1};
+    if (rc == 0 && is_writing) rc = sums_create(e, &out, err);
     if (rc == 0 && is_writing) {
         ledger_give(&e->mem, e->sums.block, e->sums.block_bytes);
         rc = sums_make(e, &fingerprint, err);
         v.values = rc == 0 ? sums_values(e) : NULL;
     }
-    if (rc < 0) return rc;
-    v.buf = ledger_take(&e->mem, VERIFY_AHEAD * room, "verify", err);
-    if (!v.buf) return e->mem.why;
-    rc = verify_copies(&v);
+    v.buf = rc == 0 ? ledger_take(&e->mem, VERIFY_AHEAD * room, "verify", err) : NULL;
+    if (rc == 0 && !v.buf) rc = e->mem.why;
+    if (rc == 0) rc = verify_copies(&v);
     ledger_give(&e->mem, v.buf, VERIFY_AHEAD * room);
-    if (rc == 0 && is_writing) rc = sums_save(e, fingerprint, err);
+    if (rc == 0 && is_writing) rc = sums_save(e, &out, fingerprint, err);
+    sums_abandon(&out);
     return rc < 0 ? rc : v.n_experts;
 }
 

@@ -85,7 +85,9 @@ typedef struct {
     int chunk;             /* most positions computed together, 1..4096; 0: by the budget  */
     float eps_lora;        /* q_a and kv_a layernorm eps; K3-SPEC 3.6 default 1e-6         */
     uint64_t ram_bytes;    /* bound of the process's peak RSS; 0: what is free, less 1/16  */
+    uint64_t caller_bytes; /* what the caller itself holds, counted in ram_bytes           */
     uint64_t context;      /* positions planned for; 0: 4096, or the model's maximum if less */
+    uint32_t snapshots;    /* undo snapshots to leave room for, in the plan; 0: none       */
     bool headers_only;     /* check every header, load no weight: for info, plan, verify   */
 
     /* Reading weights that do not fit. None of these changes a bit. */
@@ -109,7 +111,7 @@ typedef struct {
     /* Notes the caller may show, one line each (a tensor nobody knows, a fallback). */
     void (*note)(void *user, const char *line);
     /* Called between layers and between pieces of loading; a non-zero return cancels the work.
-     * A session whose step was cancelled or failed can only be reset or freed. */
+     * A session whose step was cancelled or failed can only be reset, restored, loaded or freed. */
     int (*progress)(void *user, const k3_progress *p);
     void *user;
 } k3_options;
@@ -145,7 +147,8 @@ typedef struct {
 typedef struct {
     uint64_t ram_bytes, floor_bytes; /* the ceiling, and the least that this model could run in */
     uint64_t context;                /* positions planned for                                    */
-    uint64_t state_bytes, session_bytes; /* fixed state; with the latent cache                  */
+    uint64_t state_bytes, session_bytes; /* fixed state; with the latent cache and the ids      */
+    uint64_t snapshot_bytes; /* of k3_options.snapshots                                  */
     uint64_t scratch_bytes, vector_bytes;
     uint64_t resident_bytes, streamed_bytes; /* trunk matrices kept; read again for each chunk   */
     uint64_t ring_bytes, slot_bytes;
@@ -205,7 +208,8 @@ typedef enum { K3_ROWS_NONE, K3_ROWS_LAST, K3_ROWS_ALL } k3_rows;
  *         logits: f32[vocab_size] for K3_ROWS_LAST, f32[n][vocab_size] for
  *         K3_ROWS_ALL, ignored for K3_ROWS_NONE
  * Errors  K3_EUSAGE (n is 0, an id out of range: nothing was run); K3_EFULL (nothing
- *         was run); K3_EIO, K3_EMODEL, K3_ENUMERIC, K3_ECANCEL end the session until it is reset */
+ *         was run); K3_EIO, K3_EMODEL, K3_ENUMERIC, K3_ECANCEL end the session until it is reset,
+ *         restored or loaded */
 int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, float *logits,
                     k3_error *err);
 
@@ -238,6 +242,98 @@ typedef struct {
     uint64_t far_late;       /* times that a box did not answer in time     */
 } k3_stats;
 void k3_session_stats(const k3_session *s, k3_stats *out);
+
+/* ---- State: a timeline on disk, in a cache, in memory --------------------------------
+ *
+ * A state is for exactly its ids: KDA state cannot be cut back to fewer positions. It goes on,
+ * bit for bit, as the session that was saved would have, on every kernel set, thread count,
+ * chunk and budget. The file is described byte by byte at the top of k3_state.c. */
+
+/* Every id run so far, borrowed until the session's next call; *n is k3_session_pos. */
+const uint32_t *k3_session_ids(const k3_session *s, size_t *n);
+
+/* Geometry, tensor table and sampled contents of the weights in one number; equal for the same
+ * weights wherever they lie and however they are cut into shards. The first call reads some
+ * thousand samples. 0: a sample could not be read. */
+uint64_t k3_engine_fingerprint(const k3_engine *e);
+
+typedef struct {
+    uint64_t file_bytes, raw_bytes, n_pos; /* on disk; as the session holds it */
+    double seconds;
+} k3_state_info;
+
+/* Write the session to `path`, whole or not at all: a temporary file (PATH.tmp), fsync, rename,
+ * fsync of the directory. `app`: bytes of the caller's (turn boundaries, sampler), at most
+ * K3_STATE_APP_MAX, kept in a section of their own. `info` may be NULL. Takes no memory that the
+ * plan does not count.
+ * Errors  K3_EUSAGE (the session ended with an error; n_app too large), K3_EIO; what was at
+ *         `path` is then still there */
+#define K3_STATE_APP_MAX (1u << 20)
+int k3_session_save(k3_session *s, const char *path, const void *app, size_t n_app,
+                    k3_state_info *info, k3_error *err);
+
+/* Put the session where the saved one was. `app`, `n_app` and `info` may be NULL; else *app is
+ * the caller's to free(), and NULL when there is none. After an error the session is as new.
+ * Errors  K3_ECHECK: no state file, damaged, or of another version, numerics id or model; the
+ *         text says what differs. K3_EFULL: more positions than the context. K3_EIO, K3_ENOMEM */
+int k3_session_load(k3_session *s, const char *path, void **app, size_t *n_app, k3_state_info *info,
+                    k3_error *err);
+
+/* Undo. A snapshot holds the fixed part of a session (k3_shape.state_bytes, in the budget); the
+ * latent cache is positional and stays where it is. Restoring needs a session that has since
+ * only gone on: the ids of the snapshot must be its first ones (K3_EUSAGE). It also heals a
+ * session whose last step failed or was cancelled.
+ * Errors  K3_EBUDGET: no room (k3_options.snapshots plans for it); K3_EUSAGE; K3_ENOMEM */
+typedef struct k3_snapshot k3_snapshot;
+int k3_session_snapshot(k3_session *s, k3_snapshot **out, k3_error *err);
+int k3_session_restore(k3_session *s, const k3_snapshot *snap, k3_error *err);
+void k3_snapshot_free(k3_snapshot *snap); /* before its engine is closed */
+
+/* A directory of states, shared by any number of processes, each of which may be killed at any
+ * time. An entry is found by its exact ids, under this engine's numerics id and fingerprint. */
+typedef struct k3_cache k3_cache;
+typedef struct {
+    uint64_t n_entries, bytes; /* in the directory now, of all models                     */
+    uint64_t hits, misses, restored_pos, stored, evicted; /* by this k3_cache             */
+} k3_cache_stats;
+
+/* Made if absent. Beyond `max_bytes` (0: no bound) the least recently used go; the entry being
+ * written is not counted until it is whole. */
+int k3_cache_open(k3_cache **out, k3_engine *e, const char *dir, uint64_t max_bytes, k3_error *err);
+void k3_cache_close(k3_cache *c);
+
+/* Put the session at the end of the longest entry whose ids are the first of ids[0, n). Returns
+ * the positions restored; 0: no such entry, the session is as new. An entry longer than the
+ * context is passed over, a damaged one removed with a note; neither is an error. */
+int64_t k3_cache_restore(k3_cache *c, k3_session *s, const uint32_t *ids, size_t n, k3_error *err);
+
+/* Keep the session's present state. 0 also when it is there already, when another process is
+ * writing it, when there is nothing to keep or when it could never fit.
+ * Errors  K3_EUSAGE (the session ended with an error), K3_EIO: the session is unharmed */
+int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err);
+void k3_cache_get_stats(const k3_cache *c, k3_cache_stats *out);
+
+/* ---- State files without a model ---- */
+
+typedef struct {
+    char numerics[32];
+    uint64_t fingerprint, n_pos, file_bytes, raw_bytes, n_app;
+    uint64_t used_s; /* last use: the file's modification time, Unix seconds */
+} k3_state_head;
+
+/* Read and check the header; with `all`, every section as well. K3_ECHECK, K3_EIO. */
+int k3_state_check(const char *path, bool all, k3_state_head *out, k3_error *err);
+
+/* Visit a cache directory's entries, most recently used first. `rc` and `err` are those of
+ * k3_state_check(path, false, ...); a visitor that returns non-zero ends it. Returns how many
+ * were visited, or what the visitor returned if that is negative, or K3_EIO. */
+typedef int (*k3_cache_fn)(void *user, const char *path, const k3_state_head *head, int rc,
+                           const k3_error *err);
+int64_t k3_cache_list(const char *dir, k3_cache_fn fn, void *user, k3_error *err);
+
+/* Remove the least recently used until at most `max_bytes` are left, and what killed processes
+ * left behind. Returns how many entries went; *bytes (may be NULL): their size. */
+int64_t k3_cache_trim(const char *dir, uint64_t max_bytes, uint64_t *bytes, k3_error *err);
 
 /* ---- Sampling (docs/NUMERICS.md 6) --------------------------------------------- */
 

@@ -1,9 +1,9 @@
-/* k3_cli.c - the `k3` program: one option parser, seven commands, no arithmetic of its own.
+/* k3_cli.c - the `k3` program: one option parser, eight commands, no arithmetic of its own.
  *
  *   1 Exit codes and messages     6 One answer: run
  *   2 Options: the table          7 Text and ids: tokenize
  *   3 Options: the parser         8 Measure: bench
- *   4 Terminal: notes, progress   9 Trust: verify, plan, info
+ *   4 Terminal: notes, progress   9 Trust: verify, plan, info, cache
  *   5 Prompts, models, files     10 Help and main
  *
  * What holds everywhere: stdout carries the answer and nothing else; every message starts
@@ -26,6 +26,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -157,7 +158,8 @@ static double per_second(uint64_t n, uint64_t ns) {
 enum { MAX_STOP = 32, MAX_TIER = 16, MAX_REPEAT = 99, MAX_CONTEXT = 1 << 30, DEFAULT_CONTEXT = 4096 };
 
 typedef struct {
-    const char *arg; /* PROMPT, TEXT or a command's name                      */
+    const char *arg;  /* PROMPT, TEXT or a command's name                      */
+    const char *arg2; /* the second, where a command takes two                */
     const char *prompt_file, *ids;
     bool control;
     const char *model, *kernels;
@@ -180,6 +182,8 @@ typedef struct {
     size_t n_stop;
     float temperature, top_p;
     uint64_t top_k, seed;
+    const char *load, *save, *cache;
+    uint64_t cache_size;
     const char *dump_logits;
     const char *trace; /* NULL: off, "": stderr, else a file                  */
     bool json, quiet, verbose;
@@ -204,12 +208,13 @@ typedef enum {
     KIND_HASH      /* uint64_t from 16 hex digits                             */
 } option_kind;
 
-enum { RUN = 1, TOKENIZE = 2, BENCH = 4, VERIFY = 8, INFO = 16, PLAN = 32, ANY = 63 };
+enum { RUN = 1, TOKENIZE = 2, BENCH = 4, VERIFY = 8, INFO = 16, PLAN = 32, CACHE = 64, ANY = 127 };
 
 typedef enum {
     G_PROMPT,
     G_TEXT,
     G_SAMPLE,
+    G_STATE,
     G_MEASURE,
     G_OUTPUT,
     G_MODEL,
@@ -222,6 +227,7 @@ static const char *const GROUP_TITLE[N_GROUP] = {
     "Prompt",                        /* G_PROMPT  */
     "Generation",                    /* G_TEXT    */
     "Sampling",                      /* G_SAMPLE  */
+    "State",                         /* G_STATE   */
     "Measuring",                     /* G_MEASURE */
     "Output",                        /* G_OUTPUT  */
     "Model and machine",             /* G_MODEL   */
@@ -269,6 +275,19 @@ static const cli_option OPTION[] = {
     {"--seed", "N", KIND_COUNT, AT(seed), RUN, G_SAMPLE, "0", 0, UINT64_MAX,
      "the same seed gives the same answer"},
 
+    {"--load", "FILE", KIND_TEXT, AT(load), RUN, G_STATE, NULL, 0, 0,
+     "go on from a saved state: the prompt continues its ids"},
+    {"--save", "FILE", KIND_TEXT, AT(save), RUN, G_STATE, NULL, 0, 0,
+     "keep the state at the end, every id of the answer included, also the one\n"
+     "that ended it; FILE is whole or as it was"},
+    {"--cache", "DIR", KIND_TEXT, AT(cache), RUN, G_STATE, NULL, 0, 0,
+     "keep states of prompts and answers there, and skip what a prompt has in\n"
+     "common with one of them; may be shared by any number of processes"},
+    {"--cache-size", "SIZE", KIND_SIZE, AT(cache_size), RUN, G_STATE, "20G", 1, 0,
+     "most that --cache keeps; the least recently used go first"},
+    {"--cache-size", "SIZE", KIND_SIZE, AT(cache_size), CACHE, G_STATE, "0", 0, 0,
+     "what `rm` leaves: the most recently used, no more than this"},
+
     {"--prompts", "FILE", KIND_TEXT, AT(prompts), BENCH, G_MEASURE, NULL, 0, 0,
      "one prompt a line, `ids:1,2,3` for ids (default: five built in)"},
     {"--tokens", "N", KIND_COUNT, AT(tokens), BENCH, G_MEASURE, "32", 0, 1u << 31,
@@ -283,6 +302,9 @@ static const cli_option OPTION[] = {
     {"--reader", NULL, KIND_FLAG, AT(reader), BENCH, G_MEASURE, NULL, 0, 0,
      "before and after, read whole experts at random with O_DIRECT as fast as\n"
      "the disk gives them; the last line compares with what the runs read"},
+    {"--reader", NULL, KIND_FLAG, AT(reader), PLAN, G_MEASURE, NULL, 0, 0,
+     "seconds for this disk: read whole experts at random, past the page\n"
+     "cache, for some ten seconds"},
     {"--replay", "FILE", KIND_TEXT, AT(replay), BENCH, G_MEASURE, NULL, 0, 0,
      "no model: what each policy would have had in memory of a routing trace\n"
      "(`k3 run --trace`), for slots from 1 a layer up"},
@@ -317,7 +339,7 @@ static const cli_option OPTION[] = {
     {"-v", NULL, KIND_FLAG, AT(verbose), RUN, G_OUTPUT, NULL, 0, 0,
      "say more: settings, memory, experts read"},
 
-    {"--model", "DIR", KIND_TEXT, AT(model), ANY, G_MODEL, NULL, 0, 0,
+    {"--model", "DIR", KIND_TEXT, AT(model), ANY & ~CACHE, G_MODEL, NULL, 0, 0,
      "a model directory as downloaded (default: the bundled model)"},
     {"--context", "N", KIND_COUNT, AT(context), RUN | BENCH | PLAN | INFO, G_MODEL, NULL, 1,
      MAX_CONTEXT,
@@ -355,10 +377,10 @@ static const cli_option OPTION[] = {
     {"--pins", "FILE", KIND_TEXT, AT(pins), RUN | BENCH | PLAN, G_DISK, NULL, 0, 0,
      "experts to read at the start and keep, `layer expert` a line, the most\n"
      "wanted first"},
-    {"--sums", "FILE", KIND_TEXT, AT(sums), RUN | BENCH | VERIFY, G_DISK, NULL, 0, 0,
+    {"--sums", "FILE", KIND_TEXT, AT(sums), RUN | BENCH | VERIFY | PLAN, G_DISK, NULL, 0, 0,
      "checksums made by `k3 verify --write-sums` (default: k3.sums in the\n"
      "model directory, if it is there)"},
-    {"--no-check", NULL, KIND_FLAG, AT(no_check), RUN | BENCH, G_DISK, NULL, 0, 0,
+    {"--no-check", NULL, KIND_FLAG, AT(no_check), RUN | BENCH | VERIFY | PLAN, G_DISK, NULL, 0, 0,
      "do not compare what is read with checksums"},
 
     {"--tier", "ADDR", KIND_TIER, 0, RUN | BENCH, G_TIER, NULL, 0, 0,
@@ -379,7 +401,7 @@ typedef char option_bits_suffice[COUNT(OPTION) <= 64 ? 1 : -1];
 typedef struct {
     const char *name;
     unsigned bit;
-    const char *arg; /* the positional argument, or NULL                      */
+    const char *arg; /* the positional argument, or two words for two; or NULL */
     int (*run)(const cli_args *a);
     const char *summary, *usage, *about, *examples;
 } cli_command;
@@ -616,6 +638,10 @@ static int args_parse(cli_args *a, const cli_command *cmd, int argc, char **argv
             rc = option_take(cmd, a, argc, argv, &i);
         } else if (!cmd->arg) {
             rc = fail(FAIL_USAGE, "%s takes no argument, '%s' was given", cmd->name, arg);
+        } else if (a->arg && !a->arg2 && strchr(cmd->arg, ' ')) {
+            a->arg2 = arg;
+        } else if (a->arg2) {
+            rc = fail(FAIL_USAGE, "%s takes %s; '%s' is one more", cmd->name, cmd->arg, arg);
         } else if (a->arg) {
             rc = fail(FAIL_USAGE, "%s takes one %s; '%s' is a second one: quote the text",
                       cmd->name, cmd->arg, arg);
@@ -927,13 +953,14 @@ static int model_find(const cli_args *a, const char **dir) {
 }
 
 /* The engine's options as the command line has them; notes and progress go to `con`. */
-/* The most memory this process ever had, 0 where the system does not say. */
-static uint64_t peak_bytes(void) {
+/* A line such as "VmHWM:  1234 kB" of a file in /proc, as bytes; 0 where there is none. */
+static uint64_t proc_bytes(const char *path, const char *key) {
     unsigned long long kib = 0;
     char line[128];
-    FILE *f = fopen("/proc/self/status", "r");
+    size_t n = strlen(key);
+    FILE *f = fopen(path, "r");
     while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "VmHWM: %llu", &kib) == 1) break;
+        if (strncmp(line, key, n) == 0 && sscanf(line + n, ": %llu", &kib) == 1) break;
     if (f) fclose(f);
     return (uint64_t)kib * 1024;
 }
@@ -998,8 +1025,9 @@ static void plan_say(const k3_engine *e) {
         fmt_bytes(ram, p->ram_bytes), fmt_bytes(kept, p->resident_bytes),
         fmt_bytes(streamed, p->streamed_bytes), (unsigned)p->chunk, (unsigned)p->n_slots,
         fmt_bytes(slots, p->slot_bytes * p->n_slots), (unsigned)p->quota);
-    say("disk: %s%s, depth %d, %s", p->is_uring ? "io_uring" : "pread pool",
-        p->is_direct ? ", direct" : "", p->io_depth, speed);
+    say("disk: %s%s, depth %d, %s%s", p->is_uring ? "io_uring" : "pread pool",
+        p->is_direct ? ", direct" : "", p->io_depth, speed,
+        p->has_sums ? ", every read checked" : "");
 }
 
 /* Open the tokenizer. Ids can do without one (checkpoints made for tests have none): then
@@ -1016,16 +1044,42 @@ static int tokenizer_open(k3_tokenizer **t, const cli_args *a, const char *dir) 
     return status < 0 ? fail_status(status, &err) : DONE;
 }
 
-/* An output file that is whole or absent. Devices and pipes are never removed. */
+/* An output file that is whole, or as it was before: opened early, so that hours of work do not end
+ * in a place that cannot be written; emptied when there is something to write. Devices and pipes
+ * are never removed. */
 typedef struct {
     FILE *f;
     const char *path;
+    bool is_new, is_begun;
 } outfile;
 
 static int outfile_open(outfile *o, const char *path) {
+    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     o->path = path;
-    o->f = fopen(path, "wb");
+    o->is_begun = false;
+    o->is_new = fd >= 0;
+    if (fd < 0 && errno == EEXIST) fd = open(path, O_WRONLY | O_CLOEXEC);
+    o->f = fd >= 0 ? fdopen(fd, "wb") : NULL;
     return o->f ? DONE : fail(FAIL_IO, "%s: %s", path, strerror(errno));
+}
+
+/* The run has begun: what was in the file is given up. */
+static int outfile_begin(outfile *o) {
+    struct stat st;
+    if (!o->f) return DONE;
+    o->is_begun = true;
+    if (fstat(fileno(o->f), &st) != 0 || !S_ISREG(st.st_mode)) return DONE;
+    return ftruncate(fileno(o->f), 0) == 0 ? DONE
+                                           : fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
+}
+
+/* Two outputs in one file would be neither. */
+static int outfile_differ(const outfile *a, const outfile *b) {
+    struct stat x, y;
+    if (!a->f || !b->f || fstat(fileno(a->f), &x) != 0 || fstat(fileno(b->f), &y) != 0 ||
+        !S_ISREG(x.st_mode) || x.st_dev != y.st_dev || x.st_ino != y.st_ino)
+        return DONE;
+    return fail(FAIL_USAGE, "%s and %s are one file; two outputs need two", a->path, b->path);
 }
 
 static int outfile_write(outfile *o, const void *p, size_t n_bytes) {
@@ -1033,7 +1087,7 @@ static int outfile_write(outfile *o, const void *p, size_t n_bytes) {
     return fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
 }
 
-/* Close; `keep` false, or a failure to write the rest, removes what is there. */
+/* Close; `keep` false, or a failure to write the rest, removes what was begun. */
 static int outfile_close(outfile *o, bool keep) {
     struct stat st;
     int rc = DONE;
@@ -1044,7 +1098,7 @@ static int outfile_close(outfile *o, bool keep) {
         rc = fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
     else if (had_error)
         rc = keep ? fail(FAIL_IO, "%s: write error", o->path) : FAIL_IO;
-    if ((rc != DONE || !keep) && is_file) remove(o->path);
+    if ((rc != DONE || !keep) && is_file && (o->is_new || o->is_begun)) remove(o->path);
     o->f = NULL;
     return rc;
 }
@@ -1139,8 +1193,10 @@ typedef struct {
     uint64_t trace_fnv;
     uint64_t load_ns, prompt_ns, gen_ns; /* gen: n_step ids run after the prompt */
     uint64_t n_step;
-    const char *why; /* "eos" "stop" "tokens" "context" "interrupt"           */
-    bool says_disk;  /* plan and statistics of the disk                       */
+    k3_cache *cache;
+    uint64_t n_loaded, n_restored; /* positions from --load; of the prompt, from --cache */
+    const char *why;               /* "eos" "stop" "tokens" "context" "interrupt"           */
+    bool says_disk;                /* plan and statistics of the disk                       */
 } run_state;
 
 /* The first line of a routing trace: layers, experts, top_k, bytes of one expert. */
@@ -1222,17 +1278,20 @@ static int run_keep_id(run_state *r, uint32_t id) {
 /* Asked before the weights are loaded, which may take minutes, and again when the model has
  * said what it can hold. */
 static int run_check_context(const run_state *r, uint64_t context) {
-    if (r->prompt_ids.n <= context) return DONE;
+    char loaded[64] = "";
+    if (r->n_loaded + r->prompt_ids.n <= context) return DONE;
+    if (r->n_loaded)
+        snprintf(loaded, sizeof loaded, " after %llu of --load", (unsigned long long)r->n_loaded);
     return fail(exit_code(K3_EFULL),
-                "the prompt is %zu ids and the context holds %llu: raise --context",
-                r->prompt_ids.n, (unsigned long long)context);
+                "the prompt is %zu ids%s and the context holds %llu: raise --context",
+                r->prompt_ids.n, loaded, (unsigned long long)context);
 }
 
 /* Positions to plan for: --context, else 0 (the engine's default), unless the prompt alone is
  * longer than that: then prompt and answer, as far as the model goes. */
 static int run_context(run_state *r, uint64_t *context) {
     k3_engine *e = NULL;
-    uint64_t n = r->prompt_ids.n;
+    uint64_t n = r->n_loaded + r->prompt_ids.n;
     *context = r->a->context;
     if (*context) return run_check_context(r, *context);
     if (n <= DEFAULT_CONTEXT) return DONE;
@@ -1250,7 +1309,115 @@ static int run_context(run_state *r, uint64_t *context) {
     return DONE;
 }
 
+/* ---- State: --load, --save, --cache ---- */
+
+/* What can be refused before the weights are read; how long the loaded timeline is. */
+static int run_state_ahead(run_state *r) {
+    const cli_args *a = r->a;
+    k3_state_head head;
+    k3_error err = {{0}};
+    if (is_given(a, "--cache-size") && !a->cache)
+        return fail(FAIL_USAGE, "--cache-size: of which cache? give --cache DIR as well");
+    if (!a->load) return DONE;
+    int status = k3_state_check(a->load, false, &head, &err);
+    if (status < 0) return fail_status(status, &err);
+    r->n_loaded = head.n_pos;
+    return DONE;
+}
+
+static int run_state_open(run_state *r) {
+    const cli_args *a = r->a;
+    k3_state_info info;
+    k3_error err = {{0}};
+    char size[32];
+    int status = a->cache ? k3_cache_open(&r->cache, r->e, a->cache, a->cache_size, &err) : 0;
+    if (status < 0) return fail_status(status, &err);
+    if (!a->load) return DONE;
+    status = k3_session_load(r->line.s, a->load, NULL, NULL, &info, &err);
+    if (status < 0) return fail_status(status, &err);
+    if (!a->quiet)
+        say("%s: %llu positions, %s read in %.2f s", a->load, (unsigned long long)info.n_pos,
+            fmt_bytes(size, info.file_bytes), info.seconds);
+    return DONE;
+}
+
+/* A cache that fails costs speed, not the answer. */
+static void run_cache_store(run_state *r) {
+    k3_error err = {{0}};
+    if (r->cache && k3_cache_store(r->cache, r->line.s, &err) < 0 && !r->a->quiet)
+        say("note: not kept: %s", err.text);
+}
+
+/* Where the cache can bring the prompt. At least one id is left to run: its row is wanted. Rows
+ * and traces of all positions need all of them computed. */
+static void run_cache_restore(run_state *r) {
+    k3_error err = {{0}};
+    if (!r->cache || r->a->load || r->dump.f || r->a->trace || r->a->routing) return;
+    uint64_t start = clock_ns();
+    int64_t n = k3_cache_restore(r->cache, r->line.s, r->prompt_ids.id, r->prompt_ids.n - 1, &err);
+    if (n < 0 && !r->a->quiet) say("note: %s", err.text);
+    if (n <= 0) return;
+    r->n_restored = (uint64_t)n;
+    if (!r->a->quiet)
+        say("cache: %lld of the prompt's %zu positions in %.2f s", (long long)n, r->prompt_ids.n,
+            (double)(clock_ns() - start) * 1e-9);
+}
+
+/* Run the prompt but for its last id and keep that: the same prompt again then runs one id. Short
+ * prompts are run again as fast. */
+enum { CACHE_WORTH = 256 };
+static int run_prompt_ahead(run_state *r, k3_error *err) {
+    size_t n = r->prompt_ids.n - 1 - (size_t)r->n_restored;
+    if (!r->cache || n < CACHE_WORTH) return 0;
+    int status =
+        k3_session_feed(r->line.s, r->prompt_ids.id + r->n_restored, n, K3_ROWS_NONE, NULL, err);
+    if (status < 0) return status;
+    run_cache_store(r);
+    return (int)n;
+}
+
+/* The end: the cache gets what was run, --save all that was said. */
+static int run_state_keep(run_state *r) {
+    const cli_args *a = r->a;
+    k3_session *s = r->line.s;
+    k3_state_info info;
+    k3_error err = {{0}};
+    char size[32];
+    int status = 0;
+    run_cache_store(r);
+    if (!a->save) return DONE;
+    k3_session_trace(s, NULL, NULL); /* what follows is not the run's */
+    k3_session_on_route(s, NULL, NULL);
+    if (r->said.n && k3_session_pos(s) < k3_session_context(s)) /* the last one was not run */
+        status = k3_session_feed(s, r->said.id + r->said.n - 1, 1, K3_ROWS_NONE, NULL, &err);
+    else if (r->said.n && !a->quiet)
+        say("note: the context is full: %s lacks the answer's last id", a->save);
+    console_clear(&r->con);
+    if (status >= 0) status = k3_session_save(s, a->save, NULL, 0, &info, &err);
+    if (status < 0) return fail_status(status, &err);
+    if (!a->quiet)
+        say("%s: %llu positions, %s written in %.2f s", a->save, (unsigned long long)info.n_pos,
+            fmt_bytes(size, info.file_bytes), info.seconds);
+    return DONE;
+}
+
 /* Everything before the first position: prompt, tokenizer, files, weights, session. */
+/* Of so many bytes, those that the engine's allowance for its caller does not cover. */
+static uint64_t beyond_allowance(uint64_t bytes) {
+    const uint64_t covered = 4u << 20;
+    return bytes > covered ? bytes - covered : 0;
+}
+
+/* What this program holds beside the engine, where it may be more than the allowance for it: text,
+ * ids and, with --json, an object for each id. */
+static uint64_t run_bytes(const run_state *r, uint64_t context) {
+    uint64_t most = context ? context : DEFAULT_CONTEXT, n = r->prompt_ids.n;
+    uint64_t n_said = r->a->tokens < most ? r->a->tokens : most;
+    uint64_t bytes = r->prompt.n + (r->prompt.n + n) * sizeof(uint32_t) + n_said * 16;
+    if (r->a->json) bytes += n_said * 128;
+    return beyond_allowance(bytes);
+}
+
 static int run_open(run_state *r) {
     const cli_args *a = r->a;
     uint64_t context = 0;
@@ -1264,21 +1431,31 @@ static int run_open(run_state *r) {
         say("note: the prompt ends with a newline, which is part of it");
     if (!a->quiet && a->temperature <= 0 && (a->top_k || a->top_p < 1))
         say("note: --top-k and --top-p change nothing at --temperature 0");
-    rc = run_context(r, &context);
+    rc = run_state_ahead(r);
+    if (rc == DONE) rc = run_context(r, &context);
     if (rc == DONE && a->dump_logits) rc = outfile_open(&r->dump, a->dump_logits);
     if (rc == DONE && a->trace && a->trace[0]) rc = outfile_open(&r->trace, a->trace);
     if (rc == DONE && a->routing) rc = outfile_open(&r->routing, a->routing);
+    if (rc == DONE) rc = outfile_differ(&r->dump, &r->trace);
+    if (rc == DONE) rc = outfile_differ(&r->dump, &r->routing);
+    if (rc == DONE) rc = outfile_differ(&r->trace, &r->routing);
     if (rc != DONE) return rc;
     signals_catch();
     uint64_t start = clock_ns();
     k3_options o = engine_options(a, r->dir, &r->con);
     o.context = context;
+    o.caller_bytes = run_bytes(r, context);
     rc = engine_open(&r->e, &o);
     r->load_ns = clock_ns() - start;
     if (rc == DONE) rc = timeline_open(&r->line, r->e, a);
     if (rc != DONE) return rc;
     context = k3_session_context(r->line.s);
     rc = run_check_context(r, context);
+    if (rc == DONE) rc = run_state_open(r);
+    if (rc == DONE) rc = outfile_begin(&r->dump);
+    if (rc == DONE) rc = outfile_begin(&r->trace);
+    if (rc == DONE) rc = outfile_begin(&r->routing);
+    if (rc != DONE) return rc;
     if (a->verbose)
         say("kernels %s, threads %d, chunk %d, context %llu, numerics %s", k3_engine_kernels(r->e),
             k3_engine_threads(r->e), k3_engine_chunk(r->e), (unsigned long long)context,
@@ -1327,7 +1504,12 @@ static int run_prompt(run_state *r) {
     if (r->dump.f) {
         rc = run_prompt_rows(r);
     } else {
-        int status = timeline_feed(&r->line, r->prompt_ids.id, r->prompt_ids.n, &err);
+        run_cache_restore(r);
+        int status = run_prompt_ahead(r, &err);
+        size_t n_run = (size_t)r->n_restored + (size_t)(status > 0 ? status : 0);
+        if (status >= 0)
+            status =
+                timeline_feed(&r->line, r->prompt_ids.id + n_run, r->prompt_ids.n - n_run, &err);
         console_clear(&r->con);
         if (status < 0) rc = fail_status(status, &err);
     }
@@ -1425,7 +1607,7 @@ static void json_put_count(json_object *o, const char *key, uint64_t n) {
 static void json_put_disk(json_object *o, const run_state *r) {
     k3_stats st = timeline_stats(&r->line, &r->line.before);
     json_put_count(o, "ram_bytes", k3_engine_plan(r->e)->ram_bytes);
-    json_put_count(o, "peak_bytes", peak_bytes());
+    json_put_count(o, "peak_bytes", proc_bytes("/proc/self/status", "VmHWM"));
     json_put_count(o, "resident_bytes", st.resident_bytes);
     json_put_count(o, "load_bytes", r->line.before.read_bytes);
     json_put_count(o, "read_bytes", st.read_bytes);
@@ -1450,6 +1632,8 @@ static int run_json(const run_state *r) {
     json_put(o, "text", json_object_new_string_len(r->text.p ? r->text.p : "", (int)r->text.n));
     json_put(o, "ids", ids);
     json_put(o, "n_prompt", json_object_new_int64((int64_t)r->prompt_ids.n));
+    json_put_count(o, "n_loaded", r->n_loaded);
+    json_put_count(o, "n_restored", r->n_restored);
     json_put(o, "n_gen", json_object_new_int64((int64_t)r->said.n));
     json_put(o, "stop_reason", json_object_new_string(r->why));
     json_put_hash(o, "ids_fnv", r->line.ids_fnv);
@@ -1458,7 +1642,7 @@ static int run_json(const run_state *r) {
     json_put_real(o, "load_s", (double)r->load_ns * 1e-9);
     json_put_real(o, "prompt_s", (double)r->prompt_ns * 1e-9);
     json_put_real(o, "gen_s", (double)r->gen_ns * 1e-9);
-    json_put_real(o, "prompt_tok_s", per_second(r->prompt_ids.n, r->prompt_ns));
+    json_put_real(o, "prompt_tok_s", per_second(r->prompt_ids.n - r->n_restored, r->prompt_ns));
     json_put_real(o, "gen_tok_s", per_second(r->n_step, r->gen_ns));
     json_put_disk(o, r);
     json_put_path(o, "model", r->dir);
@@ -1514,13 +1698,14 @@ static int run_report(const run_state *r) {
     if (!r->a->quiet)
         say("prompt %zu ids, %.1f tok/s; answer %zu ids, %.1f tok/s (%s); "
             "ids_fnv %016llx logits_fnv %016llx",
-            r->prompt_ids.n, per_second(r->prompt_ids.n, r->prompt_ns), r->said.n,
+            r->prompt_ids.n, per_second(r->prompt_ids.n - r->n_restored, r->prompt_ns), r->said.n,
             per_second(r->n_step, r->gen_ns), r->why, (unsigned long long)r->line.ids_fnv,
             (unsigned long long)r->line.logits_fnv);
     return rc;
 }
 
 static void run_close(run_state *r) {
+    k3_cache_close(r->cache);
     timeline_close(&r->line);
     k3_engine_close(r->e);
     k3_tokenizer_close(r->t);
@@ -1544,6 +1729,10 @@ static int cmd_run(const cli_args *a) {
         if (said != DONE) rc = said;
     }
     bool keep = has_answer && (rc == DONE || rc == INTERRUPTED);
+    if (has_answer && rc == DONE)
+        rc = run_state_keep(&r);
+    else if (a->save && keep)
+        say("interrupted: %s was not written", a->save);
     int dumped = outfile_close(&r.dump, keep), traced = outfile_close(&r.trace, keep);
     int routed = outfile_close(&r.routing, keep);
     run_close(&r);
@@ -1720,7 +1909,7 @@ static int bench_open(bench_state *b) {
     const cli_args *a = b->a;
     char path[4096];
     k3_error err = {{0}};
-    uint64_t most = 0;
+    uint64_t most = 0, bytes = 0;
     int rc = model_find(a, &b->dir);
     if (rc != DONE) return rc;
     snprintf(path, sizeof path, "%s/tiktoken.model", b->dir);
@@ -1738,6 +1927,9 @@ static int bench_open(bench_state *b) {
     signals_catch();
     k3_options o = engine_options(a, b->dir, &b->con);
     if (!o.context) o.context = most;
+    for (size_t i = 0; i < b->n_prompt; i++)
+        bytes += sizeof(id_list) * 2 + 32 + b->prompt[i].n * 4 * sizeof(uint32_t);
+    o.caller_bytes = beyond_allowance(bytes);
     rc = engine_open(&b->e, &o);
     if (rc == DONE && !a->quiet && is_streaming(b->e)) plan_say(b->e);
     return rc == DONE ? timeline_open(&b->line, b->e, a) : rc;
@@ -1901,15 +2093,18 @@ static int replay_parse(replay_trace *t, const char *path, char *text, size_t i_
     if (v[1] >= t->n_layers)
         return fail(FAIL_USAGE, "%s: line %zu: layer %llu", path, i_line, v[1]);
     *l = (replay_line){.pos = (uint32_t)v[0], .layer = (uint32_t)v[1]};
-    while (*at == ' ' && l->n < K3_MAX_TOP_K) {
+    while (*at == ' ' && l->n < t->top_k) {
         char *from = at, *colon;
         unsigned long long id = strtoull(from, &colon, 10);
-        if (colon == from || *colon != ':' || id >= t->n_experts)
-            return fail(FAIL_USAGE, "%s: line %zu: not expert:weight", path, i_line);
+        float w = *colon == ':' ? strtof(colon + 1, &at) : -1.0f;
+        if (colon == from || at == colon + 1 || !(w >= 0.0f && w < INFINITY) ||
+            id >= t->n_experts || (l->n > 0 && id <= l->id[l->n - 1]))
+            return fail(FAIL_USAGE, "%s: line %zu: not expert:weight, ids ascending", path, i_line);
         l->id[l->n] = (uint32_t)id;
-        l->w[l->n++] = strtof(colon + 1, &at);
+        l->w[l->n++] = w;
     }
-    if (*at && *at != '\n') return fail(FAIL_USAGE, "%s: line %zu: too many experts", path, i_line);
+    if (l->n != t->top_k || *at)
+        return fail(FAIL_USAGE, "%s: line %zu: not %u experts", path, i_line, t->top_k);
     t->n++;
     return DONE;
 }
@@ -1923,9 +2118,10 @@ static int replay_read(replay_trace *t, const char *path) {
     char *end = file.n ? memchr(file.p, '\n', file.n) : NULL;
     if (end) *end = 0;
     if (!end ||
-        sscanf(file.p, "k3-routing 1 %u %u %u %llu%n", &t->n_layers, &t->n_experts, &t->top_k,
+        sscanf(file.p, "k3-routing 1 %4u %5u %2u %15llu%n", &t->n_layers, &t->n_experts, &t->top_k,
                &t->expert_bytes, &n_head) != 4 ||
-        t->n_layers > K3_MAX_LAYERS || t->n_experts > 65535) {
+        file.p[n_head] || t->n_layers > K3_MAX_LAYERS || t->n_experts > 65535 || t->top_k == 0 ||
+        t->top_k > K3_MAX_TOP_K || t->top_k > t->n_experts) {
         rc = fail(FAIL_USAGE, "%s: no routing trace; make one with `k3 run --trace FILE`", path);
     } else if (!(t->line = malloc((n_line + 1) * sizeof *t->line))) {
         rc = fail_memory("the trace", (n_line + 1) * sizeof *t->line);
@@ -2008,6 +2204,7 @@ static int replay_write_pins(const replay_trace *t, const char *path) {
                 (double)t->line[i].w[k];
     qsort(pin, n, sizeof *pin, compare_pins);
     int rc = outfile_open(&out, path);
+    if (rc == DONE) rc = outfile_begin(&out);
     for (size_t i = 0; rc == DONE && i < n && pin[i].weight > 0; i++)
         fprintf(out.f, "%u %u %.6g\n", (unsigned)pin[i].layer, (unsigned)pin[i].ie, pin[i].weight);
     free(pin);
@@ -2138,9 +2335,10 @@ static int reader_open(reader *r, const char *dir, uint64_t block) {
                     : fail(FAIL_USAGE, "--reader: %s has no block of %zu bytes", dir, r->block);
 }
 
-/* The best depth and its speed. */
-static int reader_find(reader *r) {
+/* The best depth and its speed, with blocks of at most `ram` bytes in flight (0: any). */
+static int reader_find(reader *r, uint64_t ram) {
     for (int depth = 1; depth <= READER_DEPTH; depth *= 2) {
+        if (ram && depth > 1 && (uint64_t)depth * r->block > ram / 2) break;
         double speed = reader_measure(r, depth);
         if (speed <= r->before) continue;
         r->before = speed;
@@ -2198,16 +2396,10 @@ static uint64_t bench_mix(uint64_t i) {
     return z ^ (z >> 31);
 }
 
-/* What can be taken without swapping: Linux says it in /proc/meminfo, else half of all. */
+/* What can be taken without swapping: Linux says it, else half of all. */
 static uint64_t bench_free_bytes(void) {
-    unsigned long long kib = 0;
-    char line[128];
-    FILE *f = fopen("/proc/meminfo", "r");
-    while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "MemAvailable: %llu", &kib) == 1) break;
-    if (f) fclose(f);
-    if (kib) return (uint64_t)kib * 1024;
-    return (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2;
+    uint64_t n = proc_bytes("/proc/meminfo", "MemAvailable");
+    return n ? n : (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2;
 }
 
 static const k3_kernels *bench_table(const char *name) {
@@ -2439,18 +2631,19 @@ static int bench_kernels(int max_threads, const char *only, FILE *out) {
     return K3_OK;
 }
 
-static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con);
+static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con,
+                               bool has_use_for_sums);
 
 /* The reader before the engine is there: its buffers are gone then. */
 static int bench_reader(bench_state *b) {
     k3_engine *e = NULL;
     int rc = model_find(b->a, &b->dir);
-    if (rc == DONE) rc = engine_open_headers(&e, b->a, b->dir, &b->con);
+    if (rc == DONE) rc = engine_open_headers(&e, b->a, b->dir, &b->con, false);
     if (rc != DONE) return rc;
     uint64_t block = k3_engine_shape(e)->expert_bytes;
     k3_engine_close(e);
     rc = reader_open(&b->reader, b->dir, block ? block : 1 << 20);
-    return rc == DONE ? reader_find(&b->reader) : rc;
+    return rc == DONE ? reader_find(&b->reader, b->a->ram) : rc;
 }
 
 /* And after the runs; the mean of both is what they are compared with. */
@@ -2578,9 +2771,11 @@ static int verify_golden(const cli_args *a, const char *dir, console *con) {
 static uint64_t expert_count(const k3_shape *s) { return moe_layers(s) * s->n_experts; }
 
 /* Open for questions: headers only. */
-static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con) {
+static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con,
+                               bool has_use_for_sums) {
     k3_options o = engine_options(a, dir, con);
     o.headers_only = true;
+    o.no_check = o.no_check || !has_use_for_sums;
     return engine_open(e, &o);
 }
 
@@ -2594,7 +2789,7 @@ static int cmd_verify(const cli_args *a) {
     int rc = model_find(a, &dir);
     if (rc != DONE) return rc;
     signals_catch();
-    rc = engine_open_headers(&e, a, dir, &con);
+    rc = engine_open_headers(&e, a, dir, &con, true);
     if (rc != DONE) goto done;
     const k3_shape *s = k3_engine_shape(e);
     if (a->golden && (s->vocab_size != GOLDEN_VOCAB || s->n_layers != GOLDEN_LAYERS)) {
@@ -2633,20 +2828,23 @@ static void plan_row(const char *name, uint64_t n_bytes, const char *note) {
 
 /* The split. `p` is a plan that works: at the floor when what was asked is below it. */
 static void plan_split(const k3_plan *p, const k3_shape *s, uint64_t asked, bool is_default) {
-    char cache[64], scratch[64], slots[96];
+    char cache[64], scratch[64], slots[128];
     uint64_t n_streamed = p->streamed_bytes, slots_bytes = p->slot_bytes * p->n_slots;
-    uint64_t sum = p->session_bytes + p->vector_bytes + p->scratch_bytes + p->resident_bytes +
-                   p->ring_bytes + slots_bytes;
-    snprintf(cache, sizeof cache, "%llu positions", (unsigned long long)p->context);
+    uint64_t sum = p->session_bytes + p->snapshot_bytes + p->vector_bytes + p->scratch_bytes +
+                   p->resident_bytes + p->ring_bytes + slots_bytes;
+    snprintf(cache, sizeof cache, "%llu positions, with their ids", (unsigned long long)p->context);
     snprintf(scratch, sizeof scratch, "%u positions computed together", (unsigned)p->chunk);
-    snprintf(slots, sizeof slots, "%u of %llu experts, %u for each of %llu layers",
-             (unsigned)p->n_slots, (unsigned long long)expert_count(s), (unsigned)p->quota,
-             (unsigned long long)moe_layers(s));
+    int n = snprintf(slots, sizeof slots, "%u of %llu experts, %u for each of %llu layers",
+                     (unsigned)p->n_slots, (unsigned long long)expert_count(s), (unsigned)p->quota,
+                     (unsigned long long)moe_layers(s));
+    if (p->n_pinned)
+        snprintf(slots + n, sizeof slots - (size_t)n, ", %u pinned", (unsigned)p->n_pinned);
     plan_row("budget", asked, is_default ? "what is free, less 1/16" : "--ram");
     plan_row("floor", p->floor_bytes, "the least that this context can run in");
     if (asked < p->floor_bytes) puts("\nat the floor");
     plan_row("  state", p->state_bytes, "of the KDA layers");
     plan_row("  latent cache", p->session_bytes - p->state_bytes, cache);
+    if (p->snapshot_bytes) plan_row("  snapshots", p->snapshot_bytes, "to undo turns");
     plan_row("  scratch", p->scratch_bytes, scratch);
     plan_row("  vectors", p->vector_bytes, "norms, biases and the like, kept");
     plan_row("  trunk kept", p->resident_bytes, n_streamed ? "" : "all of it");
@@ -2688,12 +2886,13 @@ static void plan_reads(const k3_plan *p, const k3_shape *s, float disk) {
     if (is_all)
         snprintf(note, sizeof note, "once each expert was used");
     else
-        snprintf(note, sizeof note, "at most: trunk and %llu experts, none of them in a slot",
+        snprintf(note, sizeof note,
+                 "trunk and %llu experts, none of them in a slot; guesses may add to it",
                  (unsigned long long)n_experts);
     plan_row("a token reads", n_bytes, note);
     for (size_t i = 0; n_bytes && i < (disk > 0 ? 1 : COUNT(usual)); i++)
-        printf("  at %2g GB/s %20.3f s a token at most, where the disk is what takes time\n",
-               speed[i], (double)n_bytes * 1e-9 / speed[i]);
+        printf("  at %.3g GB/s %18.3f s a token, where the disk is what takes time\n", speed[i],
+               (double)n_bytes * 1e-9 / speed[i]);
     plan_next_gb(p, s);
 }
 
@@ -2722,6 +2921,20 @@ static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console 
     return status < 0 ? fail_status(status, &err) : DONE;
 }
 
+/* The disk's own speed, for --reader. */
+static int plan_measure(const char *dir, uint64_t expert_bytes, uint64_t ram, float *gb_per_s) {
+    reader r = {0};
+    int rc = reader_open(&r, dir, expert_bytes ? expert_bytes : 1 << 20);
+    if (rc == DONE) rc = reader_find(&r, ram);
+    if (rc == DONE) {
+        printf("\nthis disk            %.2f GB/s, %d reads in flight\n", r.before * 1e-9,
+               r.best_depth);
+        *gb_per_s = (float)(r.before * 1e-9);
+    }
+    reader_close(&r);
+    return rc;
+}
+
 static int cmd_plan(const cli_args *a) {
     k3_engine *e = NULL;
     console con;
@@ -2735,8 +2948,10 @@ static int cmd_plan(const cli_args *a) {
     if (rc != DONE) return rc;
     const k3_plan *p = k3_engine_plan(e);
     plan_split(p, k3_engine_shape(e), asked, !a->ram);
-    plan_reads(p, k3_engine_shape(e), a->disk);
-    if (fflush(stdout) != 0) rc = fail_stdout(errno);
+    float disk = a->disk;
+    if (a->reader) rc = plan_measure(dir, k3_engine_shape(e)->expert_bytes, a->ram, &disk);
+    plan_reads(p, k3_engine_shape(e), disk);
+    if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);
     if (rc == DONE && asked < p->floor_bytes)
         rc = fail(FAIL_BUDGET,
                   "a budget of %llu bytes is below the floor of this model with a context of %llu: "
@@ -2798,7 +3013,7 @@ static int cmd_info(const cli_args *a) {
     if (a->kernels_list) return info_kernels_list();
     console_init(&con, a);
     int rc = model_find(a, &dir);
-    if (rc == DONE) rc = engine_open_headers(&e, a, dir, &con);
+    if (rc == DONE) rc = engine_open_headers(&e, a, dir, &con, false);
     if (rc != DONE) return rc;
     printf("model        %s\n", dir);
     info_geometry(k3_engine_shape(e));
@@ -2810,6 +3025,72 @@ static int cmd_info(const cli_args *a) {
     printf("numerics     %s\n", K3_NUMERICS_ID);
     printf("version      %s\n", K3_VERSION);
     k3_engine_close(e);
+    return DONE;
+}
+
+/* ---- cache ---- */
+
+typedef struct {
+    uint64_t n, n_bytes, n_bad;
+    bool checks; /* every byte */
+} cache_walk;
+
+static int cache_visit(void *user, const char *path, const k3_state_head *head, int rc,
+                       const k3_error *why) {
+    cache_walk *w = user;
+    k3_state_head again;
+    k3_error err = *why;
+    const char *slash = strrchr(path, '/');
+    char size[32], used[32] = "?";
+    time_t at = (time_t)head->used_s;
+    struct tm tm;
+    if (interrupted) return K3_ECANCEL;
+    if (rc >= 0 && w->checks) rc = k3_state_check(path, true, &again, &err);
+    w->n++;
+    w->n_bytes += head->file_bytes;
+    w->n_bad += rc < 0;
+    if (rc < 0) {
+        say("%s", err.text);
+    } else if (!w->checks) {
+        if (localtime_r(&at, &tm)) strftime(used, sizeof used, "%Y-%m-%d %H:%M:%S", &tm);
+        printf("%10llu positions %12s  %s  model %016llx  %s\n", (unsigned long long)head->n_pos,
+               fmt_bytes(size, head->file_bytes), used, (unsigned long long)head->fingerprint,
+               slash ? slash + 1 : path);
+    }
+    return 0;
+}
+
+static int cache_remove(const cli_args *a) {
+    k3_error err = {{0}};
+    uint64_t bytes = 0;
+    char size[32];
+    int64_t n = k3_cache_trim(a->arg2, a->cache_size, &bytes, &err);
+    if (n < 0) return fail_status((int)n, &err);
+    printf("%lld removed, %s\n", (long long)n, fmt_bytes(size, bytes));
+    return DONE;
+}
+
+static int cmd_cache(const cli_args *a) {
+    static const char *const verb[] = {"ls", "rm", "verify"};
+    cache_walk w = {0, 0, 0, false};
+    k3_error err = {{0}};
+    char size[32];
+    size_t i = 0;
+    while (i < COUNT(verb) && (!a->arg || strcmp(a->arg, verb[i]) != 0)) i++;
+    if (i == COUNT(verb) || !a->arg2)
+        return fail(FAIL_USAGE, "cache takes ls, rm or verify, and a directory: `k3 cache ls DIR`");
+    if (is_given(a, "--cache-size") && i != 1)
+        return fail(FAIL_USAGE, "--cache-size goes with `k3 cache rm`");
+    if (i == 1) return cache_remove(a);
+    signals_catch();
+    w.checks = i == 2;
+    int64_t n = k3_cache_list(a->arg2, cache_visit, &w, &err);
+    if (n < 0) return fail_status((int)n, &err);
+    printf("%llu entries, %s%s\n", (unsigned long long)w.n, fmt_bytes(size, w.n_bytes),
+           w.checks && !w.n_bad ? ", every byte checked: no fault" : "");
+    if (w.n_bad)
+        return fail(FAIL_CHECK, "%llu damaged; the next run that wants one removes it",
+                    (unsigned long long)w.n_bad);
     return DONE;
 }
 
@@ -2826,7 +3107,8 @@ static const cli_command COMMAND[] = {
      "Ctrl-C ends the answer cleanly, a second one kills.\n",
      "  k3 run \"The capital of France is\"\n"
      "  k3 run --model /data/Kimi-K3 --ram 64G --tokens 40 --prompt-file question.txt\n"
-     "  k3 run --json --tokens 0 --dump-logits rows.f32 --ids 3,4,5,6,7\n"},
+     "  k3 run --json --tokens 0 --dump-logits rows.f32 --ids 3,4,5,6,7\n"
+     "  k3 run --save talk.k3s --prompt-file a.txt && k3 run --load talk.k3s \" And then\"\n"},
     {"tokenize", TOKENIZE, "TEXT", cmd_tokenize, "text to ids and back",
      "k3 tokenize [options] TEXT | -",
      "One line for each id: the id, a tab, its bytes, escaped as in C where they are not\n"
@@ -2858,6 +3140,13 @@ static const cli_command COMMAND[] = {
     {"info", INFO, NULL, cmd_info, "geometry, sizes, kernels, memory a context needs",
      "k3 info [options]", "Reads headers only, no weights.\n",
      "  k3 info --model /data/Kimi-K3 --context 131072\n"},
+    {"cache", CACHE, "ls|rm|verify DIR", cmd_cache, "what `run --cache` keeps: list, remove, check",
+     "k3 cache ls|rm|verify DIR",
+     "ls: an entry a line, most recently used first. rm: all of them, or down to --cache-size; a\n"
+     "running process loses nothing but speed. verify: reads every byte, exit 5 if one is wrong.\n"
+     "Only files that `run --cache` could have written are looked at.\n",
+     "  k3 cache ls /data/k3-cache\n"
+     "  k3 cache rm --cache-size 5G /data/k3-cache\n"},
 };
 
 static const cli_command *command_find(const char *name) {
@@ -2956,7 +3245,7 @@ static int dispatch(int argc, char **argv) {
     bool wants_help = false;
     const char *name = argc > 1 ? argv[1] : NULL;
     if (!name) {
-        fputs("usage: k3 run | tokenize | bench | verify | plan | info | help [options]\n"
+        fputs("usage: k3 run | tokenize | bench | verify | plan | info | cache | help [options]\n"
               "try:   k3 run \"The capital of France is\"     or: k3 help\n",
               stderr);
         return FAIL_USAGE;
@@ -2981,8 +3270,17 @@ static void stdio_guard(void) {
             abort();
 }
 
+/* Each shard of each copy is open twice: as many files as the system lets this process have. */
+static void files_allow(void) {
+    struct rlimit r;
+    if (getrlimit(RLIMIT_NOFILE, &r) != 0 || r.rlim_cur == r.rlim_max) return;
+    r.rlim_cur = r.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &r); /* if not, opening says which file was one too many */
+}
+
 int main(int argc, char **argv) {
     stdio_guard();
+    files_allow();
     signal(SIGPIPE, SIG_IGN);
     int rc = dispatch(argc, argv);
     if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);

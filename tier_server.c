@@ -402,10 +402,12 @@ static void compute_gather(server *s, const float *z, uint32_t n_rows, uint32_t 
     size_t lat = s->math.latent;
     if (n_rows == 1) return;
 #pragma omp parallel for num_threads(s->n_threads) schedule(static)
-    for (uint32_t x = 0; x < n_batch; x++)
+    for (uint32_t x = 0; x < n_batch; x++) {
+        fp_default();
         for (uint32_t j = 0; j < s->batch[x]->n; j++)
             s->math.k->pack(s->zpair + s->batch[x]->at * lat, s->batch[x]->n, j,
                             z + s->pair_row[s->batch[x]->first + j] * lat, lat);
+    }
 }
 
 /* Q += the terms of one tile of rows, for every expert of the batch. */

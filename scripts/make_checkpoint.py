@@ -304,7 +304,8 @@ def parse(argv):
     a.kda_heads = a.kda_heads or a.num_attention_heads
     a.mla = sorted(set(a.mla or [*range(4, a.layers + 1, 4), a.layers]))
     for bad, why in ((not 0 <= a.seed < 1 << 32, "--seed is outside 0..2^32-1"), (a.vocab_size < 16, "--vocab < 16"),
-                     (a.top_k > a.experts, "--top-k is more than --experts"),
+                     (a.top_k > a.experts, "--top-k is more than --experts"), (a.top_k > 32, "--top-k is more than 32"),
+                     (a.first_k_dense_replace > a.layers, "--dense is more than --layers"),
                      (a.routed_expert_hidden_size % 32, "--latent is not a multiple of 32"),
                      (a.moe_intermediate_size % 32, "--inter is not a multiple of 32"),
                      (a.mla[0] < 1 or a.mla[-1] > a.layers, "--mla names a layer that is not there")):

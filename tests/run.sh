@@ -52,9 +52,13 @@ run "$BUILD/test_model"
 run "$BUILD/test_engine" demo scripts tests/data $quick
 # shellcheck disable=SC2086
 run "$BUILD/test_stream" demo $quick
+# shellcheck disable=SC2086
+run "$BUILD/test_state" demo tests/data $quick
 run "$BUILD/test_tier" demo
-for target in text config header index tier; do replay $target; done
+for target in text config header index state tier; do replay $target; done
 run tests/test_cli.sh
+# shellcheck disable=SC2086
+run tests/test_cache.sh $quick
 run tests/test_tier.sh demo
 run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
 if [ -z "$quick" ]; then

@@ -368,6 +368,11 @@ check "plan at the floor" 0 "" "$K3" plan -q --threads 2 --ram "$floor" --disk 6
 expect "plan at the floor: budget" "$(awk '/^budget/ {print $4}' "$T/out")" "$floor"
 expect "plan: the parts are the budget" "$(awk '/^  [a-z]/ && !/GB.s/ {for (i = 2; i < NF; i++) if ($i ~ /^([KMGT]i)?B$/) {sum += $(i + 1); break}} END {print sum}' "$T/out")" "$floor"
 grep -q "at 6.3 GB/s" "$T/out" && pass "plan --disk" || fail "plan --disk" "$(cat "$T/out")"
+"$K3" plan -q --reader >"$T/out" 2>"$T/err" # no disk in a container's memory: an error that says so
+case $? in
+0) grep -q "^this disk .*GB/s" "$T/out" && pass "plan --reader" || fail "plan --reader" "$(cat "$T/out")" ;;
+*) grep -q -- "--reader: " "$T/err" && skip "plan --reader" "$(cat "$T/err")" || fail "plan --reader" "$(cat "$T/err")" ;;
+esac
 check "plan below the floor" 4 "below the floor.*$floor bytes" "$K3" plan -q --threads 2 --ram $((floor - 1))
 expect "plan below the floor: the table" "$(awk '/^floor/ {print $4} /^at the floor/ {print "shown"}' "$T/out" | xargs)" "$floor shown"
 check "plan far below the floor" 4 "below the floor.*$floor bytes" "$K3" plan -q --threads 2 --ram 1M
@@ -548,6 +553,43 @@ head -c 300 "$T/trace" >"$T/bad"
 check "a trace cut short" 2 "bad: line .* cut short" "$K3" bench --replay "$T/bad"
 check "no trace" 2 "no routing trace; make one" "$K3" bench --replay "$DEMO/config.json"
 check "--write-pins alone" 2 "needs --replay" "$K3" bench --write-pins "$T/pins"
+
+# A run that fails leaves what was there; a place that is no file is not made one.
+echo precious >"$T/keep"
+for option in --trace --dump-logits --trace-hash; do
+    check "$option, budget too small" 4 "floor" "$K3" run -q --ids 1 --tokens 1 --ram 1 $option="$T/keep"
+    expect "$option: the old file is left" "$(cat "$T/keep")" precious
+done
+check "one file for two outputs" 2 "are one file" "$K3" run -q --ids 1 --tokens 1 --trace "$T/keep" --dump-logits "$T/keep"
+expect "one file: left" "$(cat "$T/keep")" precious
+check "a new file of a failed run" 4 "floor" "$K3" run -q --ids 1 --tokens 1 --ram 1 --trace "$T/new"
+[ -e "$T/new" ] && fail "a new file of a failed run goes" "it is there" || pass "a new file of a failed run goes"
+mkfifo "$T/fifo"
+check "sums to a pipe" 1 "fifo: not a regular file" "$K3" verify -q --write-sums --sums "$T/fifo"
+[ -p "$T/fifo" ] && pass "the pipe is left" || fail "the pipe is left" "it is not"
+echo old >"$T/target" && ln -s target "$T/link"
+check "sums through a link" 0 "" "$K3" verify -q --write-sums --sums "$T/link"
+[ -L "$T/link" ] && [ "$(head -c 6 "$T/target")" = K3SUMS ] && pass "the link's target is written" || fail "the link's target is written" "not"
+ls "$T" | grep -q "\.part$" && fail "no part is left" "$(ls "$T")" || pass "no part is left"
+check "few open files" 1 "ulimit -n" bash -c "ulimit -Sn 8; ulimit -Hn 8; '$K3' run -q --ids 1 --tokens 1"
+cp -r "$DEMO" "$T/old" && printf '\377' | dd of="$T/old/model-00003-of-000003.safetensors" bs=1 seek=3000 conv=notrunc 2>/dev/null
+check "a damaged original, a good mirror, no sums" 3 "one of the two is damaged" "$K3" run -q --ids 1 --model "$T/old" --mirror "$DEMO"
+check "a damaged original, a good mirror, sums" 0 "e872884d0510aac5" "$K3" run --model "$T/old" --mirror "$DEMO" --sums "$T/link" "$PARIS"
+printf 'x' >"$T/bad"
+check "info with damaged sums" 0 "" "$K3" info -q --model "$DEMO"
+check "plan: damaged sums" 3 "no file of sums" "$K3" plan -q --sums "$T/bad"
+check "plan: --no-check" 0 "" "$K3" plan -q --sums "$T/bad" --no-check
+for head in "k3-routing 1 9 32 0 9792" "k3-routing 1 9 32 33 9792" "k3-routing 1 4294967297 32 4 9792" "k3-routing 1 9 3 4 9792"; do
+    printf '%s\n0 1 1:1 2:1 3:1 4:1\n' "$head" >"$T/bad"
+    check "bad trace head: $head" 2 "no routing trace" "$K3" bench --replay "$T/bad"
+done
+for line in "0 1 1:nan 2:1 3:1 4:1" "0 1 1: 2:1 3:1 4:1" "0 1 1:1 1:1 3:1 4:1" "0 1 1:1" "0 1 1:1 2:1 3:1 4:inf" "0 1 1:-1 2:1 3:1 4:1"; do
+    (head -1 "$T/trace" && echo "$line") >"$T/bad"
+    check "bad trace: $line" 2 "bad: line 2: " "$K3" bench --replay "$T/bad"
+done
+for i in $(seq 3000); do echo "1 1"; done >"$T/few"
+check "one pin many times" 0 "logits_fnv e872884d0510aac5" "$K3" run --pins "$T/few" --ram $((ram * 1024)) "$PARIS"
+grep -q "pins: the first" "$T/err" && fail "one pin many times takes one slot" "$(cat "$T/err")" || pass "one pin many times takes one slot"
 
 # ---- Signals and closed pipes --------------------------------------------------------------
 

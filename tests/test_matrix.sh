@@ -88,6 +88,9 @@ for ((i = 0; i < RUNS; i++)); do
     fi
     wait $pid
     rc=$?
+    if [ "$mirrors" = dying ] && [ $rc != 0 ] && grep -Eq "not a copy|differs from its original" "$T/err"; then
+        continue # it was cut before it was open
+    fi
     got=$(field logits_fnv) peak=$(field peak_bytes)
     if [ $rc != 0 ]; then
         fail "$name" "exit $rc"
