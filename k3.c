@@ -2306,6 +2306,8 @@ struct k3_engine {
     uint64_t far_bytes;
     uint32_t far_rows;       /* longest chunk they are asked about */
     double disk_ns, pair_ns; /* running: one more expert from disk, one (position, expert) */
+    int64_t *far_sums; /* [far_rows][latent] answers that are computed here too; NULL: none */
+    uint64_t far_seed;
 };
 
 /* Read n bytes to `to` by way of the bounce buffer; `sum` is their XXH3, or NULL. What is too long
@@ -3652,6 +3654,7 @@ typedef struct {
     uint32_t at;           /* its first pair in the batch being computed   */
     float weight;          /* sum of its router weights in the chunk       */
     bool is_computed, is_far; /* is_far: a box was asked                   */
+    bool is_audit;         /* answered, to be computed here to compare     */
     slot *slot;            /* NULL: not asked for yet                      */
     expert_view view;
 } routed;
@@ -3695,6 +3698,8 @@ typedef struct {
     uint32_t n_routed;    /* distinct experts of the MoE layer at work ... */
     uint32_t n_queue, i_queue; /* ... of them queue[i_queue..n_queue) not asked for yet */
     uint32_t n_far, far_pairs; /* ... asked of far boxes and not settled; their pairs */
+    uint32_t n_audit;     /* ... answered, and still to be computed here to compare */
+    bool is_audit;        /* ... answers are computed here too */
     bool is_timed;        /* ... what is not here is read from disk, since begun_ns */
     uint64_t begun_ns;
     uint64_t done, total; /* positions x layers, for progress */
@@ -4466,7 +4471,8 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
 static void far_begin(step *st) {
     const k3_options *o = &st->e->opt;
     char line[512];
-    st->n_far = st->far_pairs = 0;
+    st->n_far = st->far_pairs = st->n_audit = 0;
+    st->is_audit = false;
     st->is_timed = st->e->far != NULL;
     if (!st->e->far) return;
     st->begun_ns = now_ns();
@@ -4495,6 +4501,10 @@ static void far_send(step *st) {
     if (st->n_far == 0) return;
     uint64_t here = (uint64_t)(st->n_far * e->disk_ns + st->far_pairs * e->pair_ns),
              least = e->opt.tier_wait_us * 1000ull;
+    e->far_seed = e->far_seed * 6364136223846793005u + 1442695040888963407u;
+    st->is_audit = e->far_sums && (e->far_seed >> 33) % e->opt.tier_audit == 0;
+    if (st->is_audit) memset(e->far_sums, 0, st->T * e->sh.latent * sizeof *e->far_sums);
+    e->stats.far_audits += st->is_audit;
     tier_send(e->far, st->b->moe.z, now_ns() + (here > least ? here : least));
 }
 
@@ -4511,16 +4521,42 @@ static void far_settled(void *user, uint32_t ie, bool is_served) {
     }
     routed *r = &st->b->routed[lo];
     r->is_far = false;
-    r->is_computed = is_served;
+    r->is_audit = is_served && st->is_audit;
+    r->is_computed = is_served && !st->is_audit;
+    st->n_audit += r->is_audit;
     st->n_far--;
     if (!is_served) st->b->queue[st->n_queue++] = lo;
 }
 
 /* Take what boxes have answered; with `waits`, until all is settled. Returns how many were served. */
 static uint32_t far_join(step *st, bool waits) {
-    uint32_t n_far = st->n_far, n_queue = st->n_queue;
-    if (n_far > 0) tier_join(st->e->far, waits, st->b->moe.Q, far_settled, st);
-    return n_far - st->n_far - (st->n_queue - n_queue);
+    uint32_t n_far = st->n_far, n_rest = st->n_queue + st->n_audit;
+    int64_t *Q = st->is_audit ? st->e->far_sums : st->b->moe.Q;
+    if (n_far > 0) tier_join(st->e->far, waits, Q, far_settled, st);
+    return n_far - st->n_far - (st->n_queue + st->n_audit - n_rest);
+}
+
+/* All is in Q but what boxes answered: what it must become is known, now compute it here. */
+static void far_audit(step *st) {
+    for (size_t i = 0; i < st->T * st->e->sh.latent; i++) st->e->far_sums[i] += st->b->moe.Q[i];
+    for (uint32_t x = 0; x < st->n_routed; x++)
+        if (st->b->routed[x].is_audit) st->b->queue[st->n_queue++] = x;
+    st->n_audit = 0;
+}
+
+/* Q is our own: right. Boxes that said otherwise are done with; but what they said before, and
+ * nobody compared, cannot be taken back. */
+static int far_judge(step *st, uint32_t il) {
+    k3_engine *e = st->e;
+    if (!st->is_audit ||
+        memcmp(e->far_sums, st->b->moe.Q, st->T * e->sh.latent * sizeof *e->far_sums) == 0)
+        return 0;
+    tier_ban(e->far);
+    if (e->opt.tier_audit == 1) return 0;
+    return fail(st->err, K3_ECHECK,
+                "layer %u at position %llu: a far box gives wrong expert sums, and not all of its "
+                "answers were compared; what was computed so far may be wrong: run again without it",
+                il, (unsigned long long)st->pos);
 }
 
 /* A layer's last expert from disk is here: what one costs, when all came from there. */
@@ -4555,12 +4591,17 @@ static int far_open(k3_engine *e, k3_error *err) {
     if (tier_open(&e->far, &m, &to, e->far_block, why, sizeof why) < 0)
         return fail(err, K3_EUSAGE, "%s", why);
     e->disk_ns = (double)sh->expert_bytes; /* 1 GB/s, until a layer says */
-    return 0;
+    e->far_seed = now_ns();                /* which answers are compared nobody can know */
+    if (o->tier_audit == 0) return 0;
+    e->far_sums = ledger_take(&e->mem, e->far_rows * (uint64_t)sh->latent * sizeof *e->far_sums,
+                              "answers of far boxes", err);
+    return e->far_sums ? 0 : e->mem.why;
 }
 
 static void far_close(k3_engine *e) {
     tier_close(e->far);
     ledger_give(&e->mem, e->far_block, e->far_bytes);
+    ledger_give(&e->mem, e->far_sums, e->far_rows * (uint64_t)e->sh.latent * sizeof *e->far_sums);
 }
 
 /* ---- Here ---- */
@@ -4680,11 +4721,12 @@ static int experts(step *st, uint32_t il) {
             experts_guess(st, il + 1);
         }
         uint32_t n_queue = st->n_queue;
-        n_left -= far_join(st, n_left == st->n_far);
+        n_left -= far_join(st, n_left == st->n_far + st->n_audit);
+        if (st->n_audit > 0 && n_left == st->n_audit) far_audit(st);
         if (st->n_queue > n_queue) continue; /* to be read after all */
         int n_batch = experts_collect(st, st->n_routed), rc;
         if (n_batch < 0) return n_batch;
-        if (n_batch == 0 && n_left == st->n_far) continue;
+        if (n_batch == 0 && n_left == st->n_far + st->n_audit) continue;
         if (n_batch == 0) {
             if ((rc = step_progress(st, il)) < 0) return rc;
             disk_wait_change(&e->io, seen);
@@ -4704,7 +4746,7 @@ static int experts(step *st, uint32_t il) {
         n_left -= (uint32_t)n_batch;
     }
     store_trim(e, il);
-    return 0;
+    return far_judge(st, il);
 }
 
 /* f = up(rms(r)) + shared(x) (K3-SPEC 3.5). */
@@ -5474,6 +5516,7 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
     if (rc == 0) rc = disk_open(e, err);
     if (rc == 0) rc = far_open(e, err);
     if (rc == 0) rc = engine_load(e, err);
+    if (rc == 0 && e->far) tier_wait(e->far, 300); /* loading took longer, with a real model */
     fp_restore(fp);
     if (rc < 0) {
         k3_engine_close(e);

@@ -107,6 +107,7 @@ typedef struct {
     const char *tier_key;  /* file with a key that boxes must know and want to be shown    */
     uint32_t spin_us;      /* a wait for a box spins so long before it sleeps              */
     uint32_t tier_wait_us; /* wait at least so long; 0: no longer than it would take here  */
+    uint32_t tier_audit;   /* compute one answer in so many here as well; 0: none          */
 
     /* Notes the caller may show, one line each (a tensor nobody knows, a fallback). */
     void (*note)(void *user, const char *line);
@@ -240,6 +241,7 @@ typedef struct {
     uint64_t resident_bytes; /* what the ledger counts                      */
     uint64_t far_asked, far_served; /* experts asked of far boxes; and in their sums */
     uint64_t far_late;       /* times that a box did not answer in time     */
+    uint64_t far_audits;     /* layers whose answers were computed here too */
 } k3_stats;
 void k3_session_stats(const k3_session *s, k3_stats *out);
 

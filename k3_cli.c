@@ -171,7 +171,7 @@ typedef struct {
     const char *tier[MAX_TIER + 1]; /* NULL-ended                             */
     size_t n_tier;
     const char *psk_file;
-    uint64_t spin_us, tier_wait;
+    uint64_t spin_us, tier_wait, tier_audit;
     bool no_look_ahead, no_check, write_sums, reader;
     const char *sums, *pins, *routing, *replay, *write_pins;
     float disk; /* GB/s                                                       */
@@ -200,6 +200,7 @@ typedef enum {
     KIND_STOP,     /* appended to stop[]                                      */
     KIND_MIRROR,   /* appended to mirror[]                                    */
     KIND_TIER,     /* appended to tier[]                                      */
+    KIND_PART,     /* uint64_t: N of 1/N                                      */
     KIND_CHOICE,   /* uint64_t: which of the words in `value`, from 0         */
     KIND_OPTIONAL, /* const char *, "" unless given as --name=VALUE           */
     KIND_COUNT,    /* uint64_t in [lo, hi]                                    */
@@ -393,6 +394,9 @@ static const cli_option OPTION[] = {
     {"--tier-wait", "N", KIND_COUNT, AT(tier_wait), RUN | BENCH, G_TIER, "0", 0, 60000000,
      "wait at least so many microseconds for an answer; 0: no longer than it\n"
      "would take to read and compute here"},
+    {"--tier-audit", "1/N", KIND_PART, AT(tier_audit), RUN | BENCH, G_TIER, NULL, 1, 1u << 30,
+     "compute one layer in N here as well; a box whose sums differ is never\n"
+     "asked again, and unless N is 1 the run ends with exit 5"},
 };
 
 /* `given` has a bit for each row. */
@@ -518,6 +522,15 @@ static int option_add_mirror(cli_args *a, const char *text) {
     return DONE;
 }
 
+static int option_set_part(const cli_option *o, cli_args *a, const char *text) {
+    uint64_t n;
+    if (strncmp(text, "1/", 2) != 0 || !parse_u64(text + 2, strlen(text + 2), &n) || n < o->lo ||
+        n > o->hi)
+        return fail(FAIL_USAGE, "%s: '%s' is not a part such as 1/100", o->name, text);
+    memcpy((char *)a + o->at, &n, sizeof n);
+    return DONE;
+}
+
 static int option_add_tier(cli_args *a, const char *text) {
     if (!text[0]) return fail(FAIL_USAGE, "--tier: an empty text is no address");
     if (a->n_tier == MAX_TIER) return fail(FAIL_USAGE, "--tier: at most %d boxes", MAX_TIER);
@@ -539,6 +552,7 @@ static int option_set(const cli_option *o, cli_args *a, const char *text) {
         return DONE;
     case KIND_MIRROR: return option_add_mirror(a, text);
     case KIND_TIER: return option_add_tier(a, text);
+    case KIND_PART: return option_set_part(o, a, text);
     case KIND_CHOICE: return option_set_choice(o, a, text);
     case KIND_COUNT: return option_set_count(o, a, text);
     case KIND_REAL: return option_set_real(o, a, text);
@@ -987,6 +1001,7 @@ static k3_options engine_options(const cli_args *a, const char *dir, console *co
     o.tier_key = a->psk_file;
     o.spin_us = (uint32_t)a->spin_us;
     o.tier_wait_us = (uint32_t)a->tier_wait;
+    o.tier_audit = (uint32_t)a->tier_audit;
     if (is_given(a, "--lora-eps")) o.eps_lora = a->lora_eps;
     if (a->golden) o.eps_lora = 1e-5f;
     o.note = console_note;
@@ -1622,6 +1637,7 @@ static void json_put_disk(json_object *o, const run_state *r) {
     json_put_count(o, "far_asked", st.far_asked);
     json_put_count(o, "far_served", st.far_served);
     json_put_count(o, "far_late", st.far_late);
+    json_put_count(o, "far_audits", st.far_audits);
 }
 
 /* The --json object, complete, in one write. */

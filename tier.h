@@ -84,6 +84,9 @@ int tier_open(tier **out, const tier_model *m, const tier_options *o, void *bloc
               size_t n_why);
 void tier_close(tier *t);
 
+/* Give boxes `ms` to answer the first dial; not longer than it takes them to, or to refuse. */
+void tier_wait(tier *t, uint32_t ms);
+
 /* A layer begins: what was asked for before is forgotten, news of the boxes is taken in. */
 void tier_begin(tier *t);
 
@@ -107,6 +110,9 @@ void tier_send(tier *t, const float *z, uint64_t deadline_ns);
  * Returns  how many experts are still out; 0 once the deadline is over */
 typedef void (*tier_settled_fn)(void *user, uint32_t ie, bool is_served);
 uint32_t tier_join(tier *t, bool waits, int64_t *Q, tier_settled_fn fn, void *user);
+
+/* The boxes that were asked in this layer gave wrong sums: they are never asked again. */
+void tier_ban(tier *t);
 
 /* One line about a box that came or went, or false. */
 bool tier_note(tier *t, char *line, size_t cap);

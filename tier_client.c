@@ -44,6 +44,8 @@ typedef struct {
     pthread_t thread;
     bool is_up;        /* under the lock: whose the rest is    */
     bool is_stopping;  /* under the lock                       */
+    bool is_banned;    /* under the lock: never again          */
+    bool has_tried;    /* under the lock: the first dial is over */
     uint64_t retry_ns; /* under the lock: not before           */
     char note[400];    /* under the lock; "": none             */
 
@@ -109,7 +111,7 @@ static void box_drop(box *b, const char *why) {
     b->is_up = false;
     b->retry_ns = clock_ns() + pause_ns(b->troubles, LAST_PAUSE_MS);
     box_say(b, "%s; going on without it", why);
-    pthread_cond_signal(&b->changed);
+    pthread_cond_broadcast(&b->changed);
     pthread_mutex_unlock(&b->lock);
 }
 
@@ -483,6 +485,18 @@ uint32_t tier_join(tier *t, bool waits, int64_t *Q, tier_settled_fn fn, void *us
     }
 }
 
+void tier_ban(tier *t) {
+    for (uint32_t i = 0; i < t->n_boxes; i++) {
+        box *b = &t->boxes[i];
+        if (b->n_list == 0 || !b->is_mine) continue;
+        t->stats.refused++;
+        pthread_mutex_lock(&b->lock);
+        b->is_banned = true;
+        pthread_mutex_unlock(&b->lock);
+        box_drop(b, "its sums are wrong: never asked again");
+    }
+}
+
 /* ==== 4. The background ============================================================== */
 
 static bool box_is_stopping(box *b) {
@@ -625,6 +639,8 @@ static bool box_try(box *b) {
     b->has_served = false;
     pthread_mutex_lock(&b->lock);
     b->is_up = is_up;
+    b->has_tried = true;
+    pthread_cond_broadcast(&b->changed);
     if (is_up)
         box_say(b, "up, holds %u experts of %u it has room for", b->n_held, b->capacity);
     else if (b->dials == 1 && !b->is_stopping)
@@ -640,7 +656,7 @@ static void *box_main(void *arg) {
     pthread_mutex_lock(&b->lock);
     while (!b->is_stopping) {
         uint64_t now = clock_ns();
-        if (b->is_up) {
+        if (b->is_up || b->is_banned) {
             pthread_cond_wait(&b->changed, &b->lock);
         } else if (now < b->retry_ns) {
             struct timespec ts = {.tv_sec = (time_t)(b->retry_ns / 1000000000u),
@@ -740,6 +756,19 @@ int tier_open(tier **out, const tier_model *m, const tier_options *o, void *bloc
     }
     *out = t;
     return 0;
+}
+
+void tier_wait(tier *t, uint32_t ms) {
+    uint64_t until = clock_ns() + ms * 1000000ull;
+    struct timespec ts = {.tv_sec = (time_t)(until / 1000000000u),
+                          .tv_nsec = (long)(until % 1000000000u)};
+    for (uint32_t i = 0; i < t->n_boxes; i++) {
+        box *b = &t->boxes[i];
+        int rc = 0;
+        pthread_mutex_lock(&b->lock);
+        while (!b->has_tried && rc == 0) rc = pthread_cond_timedwait(&b->changed, &b->lock, &ts);
+        pthread_mutex_unlock(&b->lock);
+    }
 }
 
 void tier_close(tier *t) {
