@@ -62,6 +62,7 @@ run tests/test_cache.sh $quick
 run tests/test_tier.sh demo
 run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
 if [ -z "$quick" ]; then
+    run tests/test_tier_net.sh demo
     run tests/test_example.sh
     run tests/test_builds.sh
 fi
