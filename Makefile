@@ -19,6 +19,10 @@ K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-protot
 K3_OMP ?= -fopenmp
 K3_LIBS = -luring -lpcre2-8 -ljson-c -lzstd -lcrypto -lpthread -lm
 
+# Line editing in `k3 chat`, where libedit is there; without it lines are read as they come.
+K3_EDIT := $(shell echo 'int el_init(void); int main(void) { return el_init(); }' | \
+             $(CC) $(LDFLAGS) -x c -o /dev/null - -ledit 2>/dev/null && echo edit)
+
 # Kernel sets of the machine that will run it, each with its own flags and no other file's.
 K3_TARGET := $(shell $(CC) -dumpmachine)
 K3_SETS   := $(if $(filter x86_64%,$(K3_TARGET)),avx2 avx512,$(if $(filter aarch64%,$(K3_TARGET)),neon))
@@ -34,7 +38,8 @@ KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/tier_client.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
-          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_tier $(BUILD)/tier_chaos
+          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
+          $(BUILD)/tier_chaos
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
           $(BUILD)/replay_state $(BUILD)/replay_tier
 
@@ -42,7 +47,7 @@ REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(B
 all: $(BUILD)/k3 $(BUILD)/k3-tier
 
 help:
-	@echo "make             build $(BUILD)/k3 ($(CC), $(K3_TARGET): ref $(K3_SETS))"
+	@echo "make             build $(BUILD)/k3 ($(CC), $(K3_TARGET): ref $(K3_SETS)$(K3_EDIT:%= lib%))"
 	@echo "make demo        install what is missing, build, run the bundled model"
 	@echo "make test        all tests that need no big weights and no network"
 	@echo "make test-model  the tests of a real directory: MODEL=DIR"
@@ -56,9 +61,9 @@ help:
 	@echo "make clean       remove $(BUILD)*"
 	@echo "Variables: CC CFLAGS LDFLAGS BUILD PREFIX V=1"
 
-$(BUILD)/k3: $(BUILD)/k3_cli.o $(ENGINE)
+$(BUILD)/k3: $(BUILD)/k3_cli.o $(BUILD)/k3_chat.o $(ENGINE)
 	$(call say,LD   $@)
-	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
 $(BUILD)/k3-tier: $(BUILD)/tier_server.o $(ENGINE)
 	$(call say,LD   $@)
@@ -71,6 +76,10 @@ $(BUILD)/kernels_%.o: kernels_%.c | $(BUILD)
 $(BUILD)/k3_cli.o: k3_cli.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(DEMO_DIRS) -c -o $@ $<
+
+$(BUILD)/k3_chat.o: k3_chat.c | $(BUILD)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(K3_EDIT:%=-DK3_HAVE_lib%) -c -o $@ $<
 
 $(BUILD)/%.o: %.c | $(BUILD)
 	$(call say,CC   $<)
@@ -105,6 +114,15 @@ $(BUILD)/test_state: tests/test_state.c $(BUILD)/k3_state.o $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
+# The program without its main.
+$(BUILD)/k3_cli_test.o: k3_cli.c | $(BUILD)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(DEMO_DIRS) -Dmain=k3_main -Wno-missing-prototypes -c -o $@ $<
+
+$(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(ENGINE)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/k3_cli_test.o $(ENGINE) $(K3_LIBS)
+
 $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(K3_LIBS)
@@ -137,6 +155,7 @@ test: all $(TESTS) $(REPLAYS)
 test-model: all $(TESTS)
 	$(Q)test -n "$(MODEL)" || { echo "make test-model MODEL=DIR"; exit 2; }
 	$(Q)K3_TOKENIZER_DIR="$(MODEL)" $(BUILD)/test_text
+	$(Q)K3_TOKENIZER_DIR="$(MODEL)" K3=$(BUILD)/k3 tests/test_chat.py --pins
 	$(BUILD)/k3 info --model "$(MODEL)"
 	$(BUILD)/k3 verify --golden --model "$(MODEL)"
 

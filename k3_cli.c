@@ -1,4 +1,4 @@
-/* k3_cli.c - the `k3` program: one option parser, eight commands, no arithmetic of its own.
+/* k3_cli.c - the `k3` program: one option parser, all commands but chat, no arithmetic of its own.
  *
  *   1 Exit codes and messages     6 One answer: run
  *   2 Options: the table          7 Text and ids: tokenize
@@ -10,17 +10,15 @@
  * with "k3: " and goes to stderr; a function that returns an exit code has already said
  * why; nothing here changes a bit of the output, the engine behind k3.h does all of that.
  */
-#include "k3.h"
+#include "k3_cli.h"
 #include "kernels.h"
 
 #include <ctype.h>
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <json-c/json.h>
 #include <math.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,24 +40,12 @@
 #define K3_DEMO_DIR "demo"
 #endif
 
-#define COUNT(array) (sizeof(array) / sizeof *(array))
-
 /* ==== 1. Exit codes and messages =====================================================
  *
  * One list of exit codes, one way to complain. A usage error is one line; it names the
  * option, what was wrong with it and, when that can be known, what was meant.
  */
-enum {
-    DONE = 0,
-    FAIL_IO = 1,
-    FAIL_USAGE = 2,
-    FAIL_MODEL = 3,
-    FAIL_BUDGET = 4,
-    FAIL_CHECK = 5,
-    INTERRUPTED = 130 /* as a shell reports SIGINT */
-};
-
-static int exit_code(int status) {
+int exit_code(int status) {
     switch (status) {
     case K3_EUSAGE: return FAIL_USAGE;
     case K3_EMODEL: return FAIL_MODEL;
@@ -76,14 +62,8 @@ static void say_args(const char *format, va_list args) {
     fputc('\n', stderr);
 }
 
-#if defined(__GNUC__)
-#define PRINTF_LIKE(text, first) __attribute__((format(printf, text, first)))
-#else
-#define PRINTF_LIKE(text, first)
-#endif
-
 /* One line on stderr. */
-PRINTF_LIKE(1, 2) static void say(const char *format, ...) {
+void say(const char *format, ...) {
     va_list args;
     va_start(args, format);
     say_args(format, args);
@@ -91,7 +71,7 @@ PRINTF_LIKE(1, 2) static void say(const char *format, ...) {
 }
 
 /* One line on stderr; returns `code`, so that `return fail(...)` reads well. */
-PRINTF_LIKE(2, 3) static int fail(int code, const char *format, ...) {
+int fail(int code, const char *format, ...) {
     va_list args;
     va_start(args, format);
     say_args(format, args);
@@ -99,12 +79,12 @@ PRINTF_LIKE(2, 3) static int fail(int code, const char *format, ...) {
     return code;
 }
 
-static int fail_memory(const char *what, size_t n_bytes) {
+int fail_memory(const char *what, size_t n_bytes) {
     return fail(FAIL_IO, "no memory for %s (%zu bytes)", what, n_bytes);
 }
 
 /* A status of the engine with its own words, then what to do next where that is known. */
-static int fail_status(int status, const k3_error *err) {
+int fail_status(int status, const k3_error *err) {
     if (status == K3_ECANCEL) return fail(INTERRUPTED, "interrupted");
     say("%s", err->text[0] ? err->text : k3_status_name(status));
     if (status == K3_ENUMERIC)
@@ -114,19 +94,29 @@ static int fail_status(int status, const k3_error *err) {
 }
 
 /* A reader that left (`k3 ... | head`) or was never there (`>&-`) wants no message. */
-static int fail_stdout(int error) {
+int fail_stdout(int error) {
     if (error != EPIPE && error != EBADF) say("stdout: %s", strerror(error));
     return FAIL_IO;
 }
 
 /* Write to stdout now, so that text appears as it is made. */
-static int out_write(const char *p, size_t n_bytes) {
+int out_write(const char *p, size_t n_bytes) {
     if (fwrite(p, 1, n_bytes, stdout) == n_bytes && fflush(stdout) == 0) return DONE;
     return fail_stdout(errno);
 }
 
+int out_json_line(struct json_object *o) {
+    size_t n = 0;
+    const char *text = json_object_to_json_string_length(
+        o, JSON_C_TO_STRING_PLAIN | JSON_C_TO_STRING_NOSLASHESCAPE, &n);
+    int rc = text ? out_write(text, n) : fail_memory("a line of JSON", n);
+    if (rc == DONE) rc = out_write("\n", 1);
+    json_object_put(o);
+    return rc;
+}
+
 /* "1.50 GiB", "8.72 MiB", "512 B"; `text` is the caller's. */
-static const char *fmt_bytes(char text[32], uint64_t n_bytes) {
+const char *fmt_bytes(char text[32], uint64_t n_bytes) {
     static const char *const unit[] = {"KiB", "MiB", "GiB", "TiB", "PiB"};
     double value = (double)n_bytes / 1024.0;
     size_t i = 0;
@@ -138,15 +128,13 @@ static const char *fmt_bytes(char text[32], uint64_t n_bytes) {
     return text;
 }
 
-static uint64_t clock_ns(void) {
+uint64_t clock_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-static double per_second(uint64_t n, uint64_t ns) {
-    return ns ? (double)n * 1e9 / (double)ns : 0.0;
-}
+double per_second(uint64_t n, uint64_t ns) { return ns ? (double)n * 1e9 / (double)ns : 0.0; }
 
 /* ==== 2. Options: the table ==========================================================
  *
@@ -155,45 +143,6 @@ static double per_second(uint64_t n, uint64_t ns) {
  * The parser, the help text and "did you mean" all come from here, so they cannot drift
  * apart. The same name may have two rows when two commands want different defaults.
  */
-enum { MAX_STOP = 32, MAX_TIER = 16, MAX_REPEAT = 99, MAX_CONTEXT = 1 << 30, DEFAULT_CONTEXT = 4096 };
-
-typedef struct {
-    const char *arg;  /* PROMPT, TEXT or a command's name                      */
-    const char *arg2; /* the second, where a command takes two                */
-    const char *prompt_file, *ids;
-    bool control;
-    const char *model, *kernels;
-    uint64_t threads, chunk, context, ram;
-    uint64_t io, direct, policy; /* k3_io, k3_switch, k3_policy               */
-    uint64_t io_depth;
-    const char *mirror[K3_MAX_COPIES]; /* NULL-ended                          */
-    size_t n_mirror;
-    const char *tier[MAX_TIER + 1]; /* NULL-ended                             */
-    size_t n_tier;
-    const char *psk_file;
-    uint64_t spin_us, tier_wait, tier_audit;
-    bool no_look_ahead, no_check, write_sums, reader;
-    const char *sums, *pins, *routing, *replay, *write_pins;
-    float disk; /* GB/s                                                       */
-    float lora_eps;
-    uint64_t tokens;
-    bool no_stop;
-    const char *stop[MAX_STOP];
-    size_t n_stop;
-    float temperature, top_p;
-    uint64_t top_k, seed;
-    const char *load, *save, *cache;
-    uint64_t cache_size;
-    const char *dump_logits;
-    const char *trace; /* NULL: off, "": stderr, else a file                  */
-    bool json, quiet, verbose;
-    bool decode, ids_only;
-    const char *prompts;
-    uint64_t repeats, expect;
-    bool kernels_only, kernels_list, golden;
-    uint64_t given; /* bit i: row i of the table was on the command line      */
-} cli_args;
-
 typedef enum {
     KIND_FLAG,     /* bool, takes no value                                    */
     KIND_TEXT,     /* const char *                                            */
@@ -209,7 +158,17 @@ typedef enum {
     KIND_HASH      /* uint64_t from 16 hex digits                             */
 } option_kind;
 
-enum { RUN = 1, TOKENIZE = 2, BENCH = 4, VERIFY = 8, INFO = 16, PLAN = 32, CACHE = 64, ANY = 127 };
+enum {
+    RUN = 1,
+    TOKENIZE = 2,
+    BENCH = 4,
+    VERIFY = 8,
+    INFO = 16,
+    PLAN = 32,
+    CACHE = 64,
+    CHAT = 128,
+    ANY = 255
+};
 
 typedef enum {
     G_PROMPT,
@@ -257,11 +216,27 @@ static const cli_option OPTION[] = {
     {"--control", NULL, KIND_FLAG, AT(control), RUN | TOKENIZE | BENCH, G_PROMPT, NULL, 0, 0,
      "spellings such as <|open|> become control tokens; without it they are\n"
      "ordinary text, which is what text from elsewhere must be"},
+    {"--system", "TEXT", KIND_TEXT, AT(system), CHAT, G_PROMPT, NULL, 0, 0,
+     "a system message before the first turn"},
+    {"--render", "FILE", KIND_TEXT, AT(render), CHAT, G_PROMPT, NULL, 0, 0,
+     "print ids and segments of the conversation in FILE (JSON as OpenAI's API\n"
+     "takes it: messages, tools; - is stdin) and run nothing"},
     {"--decode", NULL, KIND_FLAG, AT(decode), TOKENIZE, G_PROMPT, NULL, 0, 0,
      "print the bytes that --ids stand for, and nothing else"},
 
     {"--tokens", "N", KIND_COUNT, AT(tokens), RUN, G_TEXT, "256", 0, 1u << 31,
      "most ids to generate; 0 runs the prompt and says nothing"},
+    {"--effort", "low|medium|high|max|none", KIND_CHOICE, AT(effort), CHAT, G_TEXT, "max", 0, 0,
+     "how much to think; none\n"
+     "leaves the message that says so away"},
+    {"--no-think", NULL, KIND_FLAG, AT(no_think), CHAT, G_TEXT, NULL, 0, 0,
+     "answer at once, without a thinking channel"},
+    {"--tokens", "N", KIND_COUNT, AT(tokens), CHAT, G_TEXT, "0", 0, 1u << 31,
+     "most ids of one reply, thinking included; 0: as many as the context\n"
+     "holds"},
+    {"--undo", "N", KIND_COUNT, AT(undo), CHAT, G_TEXT, "1", 0, 64,
+     "turns to keep room for in memory, so that /undo takes no time; more are\n"
+     "kept where memory is left"},
     {"--stop", "TEXT", KIND_STOP, 0, RUN, G_TEXT, NULL, 0, 0,
      "end where the answer contains TEXT, which is not printed (repeatable)"},
     {"--no-stop", NULL, KIND_FLAG, AT(no_stop), RUN, G_TEXT, NULL, 0, 0,
@@ -269,22 +244,28 @@ static const cli_option OPTION[] = {
 
     {"--temperature", "T", KIND_REAL, AT(temperature), RUN, G_SAMPLE, "0", 0, 100,
      "0 is greedy: always the likeliest id"},
-    {"--top-k", "N", KIND_COUNT, AT(top_k), RUN, G_SAMPLE, "0", 0, UINT32_MAX,
+    {"--temperature", "T", KIND_REAL, AT(temperature), CHAT, G_SAMPLE, "1", 0, 100,
+     "0 is greedy: always the likeliest id"},
+    {"--top-k", "N", KIND_COUNT, AT(top_k), RUN | CHAT, G_SAMPLE, "0", 0, UINT32_MAX,
      "draw among the N likeliest; 0 is off"},
     {"--top-p", "P", KIND_REAL, AT(top_p), RUN, G_SAMPLE, "1", 0, 1,
      "draw among the likeliest that together hold P; 1 is off"},
-    {"--seed", "N", KIND_COUNT, AT(seed), RUN, G_SAMPLE, "0", 0, UINT64_MAX,
+    {"--top-p", "P", KIND_REAL, AT(top_p), CHAT, G_SAMPLE, "0.95", 0, 1,
+     "draw among the likeliest that together hold P; 1 is off"},
+    {"--seed", "N", KIND_COUNT, AT(seed), RUN | CHAT, G_SAMPLE, "0", 0, UINT64_MAX,
      "the same seed gives the same answer"},
 
     {"--load", "FILE", KIND_TEXT, AT(load), RUN, G_STATE, NULL, 0, 0,
      "go on from a saved state: the prompt continues its ids"},
+    {"--load", "FILE", KIND_TEXT, AT(load), CHAT, G_STATE, NULL, 0, 0,
+     "go on from a conversation that /save wrote, with its settings"},
     {"--save", "FILE", KIND_TEXT, AT(save), RUN, G_STATE, NULL, 0, 0,
      "keep the state at the end, every id of the answer included, also the one\n"
      "that ended it; FILE is whole or as it was"},
-    {"--cache", "DIR", KIND_TEXT, AT(cache), RUN, G_STATE, NULL, 0, 0,
+    {"--cache", "DIR", KIND_TEXT, AT(cache), RUN | CHAT, G_STATE, NULL, 0, 0,
      "keep states of prompts and answers there, and skip what a prompt has in\n"
      "common with one of them; may be shared by any number of processes"},
-    {"--cache-size", "SIZE", KIND_SIZE, AT(cache_size), RUN, G_STATE, "20G", 1, 0,
+    {"--cache-size", "SIZE", KIND_SIZE, AT(cache_size), RUN | CHAT, G_STATE, "20G", 1, 0,
      "most that --cache keeps; the least recently used go first"},
     {"--cache-size", "SIZE", KIND_SIZE, AT(cache_size), CACHE, G_STATE, "0", 0, 0,
      "what `rm` leaves: the most recently used, no more than this"},
@@ -324,7 +305,17 @@ static const cli_option OPTION[] = {
 
     {"--json", NULL, KIND_FLAG, AT(json), RUN, G_OUTPUT, NULL, 0, 0,
      "one JSON object at the end: text, ids, hashes, timings, settings"},
-    {"--ids-only", NULL, KIND_FLAG, AT(ids_only), TOKENIZE, G_OUTPUT, NULL, 0, 0,
+    {"--json", NULL, KIND_FLAG, AT(json), CHAT, G_OUTPUT, NULL, 0, 0,
+     "JSON lines in both directions: a message, or {\"messages\": [...]}, in; an\n"
+     "assistant message with ids and timings out; with --render one object"},
+    {"--null", NULL, KIND_FLAG, AT(null_ends), CHAT, G_OUTPUT, NULL, 0, 0,
+     "not on a terminal: NUL instead of a newline ends each reply"},
+    {"--hide-think", NULL, KIND_FLAG, AT(hide_think), CHAT, G_OUTPUT, NULL, 0, 0,
+     "think, but show only the answer (always so when not on a terminal)"},
+    {"--history", "FILE", KIND_TEXT, AT(history), CHAT, G_OUTPUT, NULL, 0, 0,
+     "lines typed before, readable by you only; an empty name keeps none\n"
+     "(default: k3/history under XDG_STATE_HOME, ~/.local/state)"},
+    {"--ids-only", NULL, KIND_FLAG, AT(ids_only), TOKENIZE | CHAT, G_OUTPUT, NULL, 0, 0,
      "one line, comma separated, as --ids takes them"},
     {"--dump-logits", "FILE", KIND_TEXT, AT(dump_logits), RUN, G_OUTPUT, NULL, 0, 0,
      "raw little-endian f32: a row of vocab_size for each prompt position,\n"
@@ -337,70 +328,70 @@ static const cli_option OPTION[] = {
      "and weights; for `k3 bench --replay`"},
     {"-q", NULL, KIND_FLAG, AT(quiet), ANY, G_OUTPUT, NULL, 0, 0,
      "no notes, no statistics; errors still speak"},
-    {"-v", NULL, KIND_FLAG, AT(verbose), RUN, G_OUTPUT, NULL, 0, 0,
+    {"-v", NULL, KIND_FLAG, AT(verbose), RUN | CHAT, G_OUTPUT, NULL, 0, 0,
      "say more: settings, memory, experts read"},
 
     {"--model", "DIR", KIND_TEXT, AT(model), ANY & ~CACHE, G_MODEL, NULL, 0, 0,
      "a model directory as downloaded (default: the bundled model)"},
-    {"--context", "N", KIND_COUNT, AT(context), RUN | BENCH | PLAN | INFO, G_MODEL, NULL, 1,
+    {"--context", "N", KIND_COUNT, AT(context), RUN | CHAT | BENCH | PLAN | INFO, G_MODEL, NULL, 1,
      MAX_CONTEXT,
      "positions to hold, prompt and answer together (default: 4096, or the\n"
      "model's maximum if that is smaller; what it needs, for bench and for a\n"
      "longer prompt)"},
-    {"--ram", "SIZE", KIND_SIZE, AT(ram), RUN | BENCH | VERIFY | PLAN, G_MODEL, NULL, 1, 0,
+    {"--ram", "SIZE", KIND_SIZE, AT(ram), RUN | CHAT | BENCH | VERIFY | PLAN, G_MODEL, NULL, 1, 0,
      "bound for the whole process: 8G, 512M, 1.5GiB, or bytes; `k3 plan`\n"
      "shows what it buys (default: what is free, less 1/16)"},
-    {"--threads", "N", KIND_COUNT, AT(threads), RUN | BENCH | VERIFY | PLAN, G_MODEL, "0", 0, 1024,
-     "0 is one for each core this process may use"},
-    {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | BENCH | PLAN, G_MODEL, "0", 0, 4096,
+    {"--threads", "N", KIND_COUNT, AT(threads), RUN | CHAT | BENCH | VERIFY | PLAN, G_MODEL, "0", 0,
+     1024, "0 is one for each core this process may use"},
+    {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | CHAT | BENCH | PLAN, G_MODEL, "0", 0, 4096,
      "most prompt positions computed together; 0 is 512, or less where\n"
      "memory is scarce"},
-    {"--kernels", "NAME", KIND_TEXT, AT(kernels), RUN | BENCH | VERIFY, G_MODEL, NULL, 0, 0,
+    {"--kernels", "NAME", KIND_TEXT, AT(kernels), RUN | CHAT | BENCH | VERIFY, G_MODEL, NULL, 0, 0,
      "ref, avx2, avx512 or neon: same bits, other speed (default: the best\n"
      "this CPU has; `k3 info` lists them)"},
-    {"--lora-eps", "X", KIND_REAL, AT(lora_eps), RUN | BENCH, G_MODEL, "1e-6", 0, 1,
+    {"--lora-eps", "X", KIND_REAL, AT(lora_eps), RUN | CHAT | BENCH, G_MODEL, "1e-6", 0, 1,
      "epsilon of the two low-rank norms of attention; other engines and the\n"
      "published logits use 1e-5"},
 
-    {"--mirror", "DIR", KIND_MIRROR, 0, RUN | BENCH | VERIFY, G_DISK, NULL, 0, 0,
+    {"--mirror", "DIR", KIND_MIRROR, 0, RUN | CHAT | BENCH | VERIFY, G_DISK, NULL, 0, 0,
      "copies of some or all shards, on another drive, read as well; one that\n"
      "fails is dropped (repeatable)"},
-    {"--io", "auto|pool|uring", KIND_CHOICE, AT(io), RUN | BENCH | VERIFY, G_DISK, "auto", 0, 0,
-     "threads in pread, or io_uring; auto: a short probe says"},
-    {"--direct", "auto|on|off", KIND_CHOICE, AT(direct), RUN | BENCH | VERIFY, G_DISK, "auto", 0, 0,
-     "past the page cache (O_DIRECT); auto: if a probe says it is faster"},
-    {"--io-depth", "N", KIND_COUNT, AT(io_depth), RUN | BENCH | VERIFY, G_DISK, "0", 0, 64,
+    {"--io", "auto|pool|uring", KIND_CHOICE, AT(io), RUN | CHAT | BENCH | VERIFY, G_DISK, "auto", 0,
+     0, "threads in pread, or io_uring; auto: a short probe says"},
+    {"--direct", "auto|on|off", KIND_CHOICE, AT(direct), RUN | CHAT | BENCH | VERIFY, G_DISK,
+     "auto", 0, 0, "past the page cache (O_DIRECT); auto: if a probe says it is faster"},
+    {"--io-depth", "N", KIND_COUNT, AT(io_depth), RUN | CHAT | BENCH | VERIFY, G_DISK, "0", 0, 64,
      "reads in flight; 0: as the probe says"},
-    {"--policy", "rank|lru", KIND_CHOICE, AT(policy), RUN | BENCH, G_DISK, "rank", 0, 0,
+    {"--policy", "rank|lru", KIND_CHOICE, AT(policy), RUN | CHAT | BENCH, G_DISK, "rank", 0, 0,
      "which expert makes room: least router weight or least recently used"},
-    {"--no-look-ahead", NULL, KIND_FLAG, AT(no_look_ahead), RUN | BENCH, G_DISK, NULL, 0, 0,
+    {"--no-look-ahead", NULL, KIND_FLAG, AT(no_look_ahead), RUN | CHAT | BENCH, G_DISK, NULL, 0, 0,
      "do not read the next layer's likely experts"},
-    {"--pins", "FILE", KIND_TEXT, AT(pins), RUN | BENCH | PLAN, G_DISK, NULL, 0, 0,
+    {"--pins", "FILE", KIND_TEXT, AT(pins), RUN | CHAT | BENCH | PLAN, G_DISK, NULL, 0, 0,
      "experts to read at the start and keep, `layer expert` a line, the most\n"
      "wanted first"},
-    {"--sums", "FILE", KIND_TEXT, AT(sums), RUN | BENCH | VERIFY | PLAN, G_DISK, NULL, 0, 0,
+    {"--sums", "FILE", KIND_TEXT, AT(sums), RUN | CHAT | BENCH | VERIFY | PLAN, G_DISK, NULL, 0, 0,
      "checksums made by `k3 verify --write-sums` (default: k3.sums in the\n"
      "model directory, if it is there)"},
-    {"--no-check", NULL, KIND_FLAG, AT(no_check), RUN | BENCH | VERIFY | PLAN, G_DISK, NULL, 0, 0,
-     "do not compare what is read with checksums"},
+    {"--no-check", NULL, KIND_FLAG, AT(no_check), RUN | CHAT | BENCH | VERIFY | PLAN, G_DISK, NULL,
+     0, 0, "do not compare what is read with checksums"},
 
-    {"--tier", "ADDR", KIND_TIER, 0, RUN | BENCH, G_TIER, NULL, 0, 0,
+    {"--tier", "ADDR", KIND_TIER, 0, RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
      "a box that holds experts in memory: HOST:PORT, [V6]:PORT or unix:PATH;\n"
      "asked for what would be read from disk here (repeatable)"},
-    {"--psk-file", "FILE", KIND_TEXT, AT(psk_file), RUN | BENCH, G_TIER, NULL, 0, 0,
+    {"--psk-file", "FILE", KIND_TEXT, AT(psk_file), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
      "the key that boxes ask for, and must themselves know"},
-    {"--spin-us", "N", KIND_COUNT, AT(spin_us), RUN | BENCH, G_TIER, "50", 0, 1000000,
+    {"--spin-us", "N", KIND_COUNT, AT(spin_us), RUN | CHAT | BENCH, G_TIER, "50", 0, 1000000,
      "a wait for a box spins so many microseconds before it sleeps"},
-    {"--tier-wait", "N", KIND_COUNT, AT(tier_wait), RUN | BENCH, G_TIER, "0", 0, 60000000,
+    {"--tier-wait", "N", KIND_COUNT, AT(tier_wait), RUN | CHAT | BENCH, G_TIER, "0", 0, 60000000,
      "wait at least so many microseconds for an answer; 0: no longer than it\n"
      "would take to read and compute here"},
-    {"--tier-audit", "1/N", KIND_PART, AT(tier_audit), RUN | BENCH, G_TIER, NULL, 1, 1u << 30,
+    {"--tier-audit", "1/N", KIND_PART, AT(tier_audit), RUN | CHAT | BENCH, G_TIER, NULL, 1, 1u << 30,
      "compute one layer in N here as well; a box whose sums differ is never\n"
      "asked again, and unless N is 1 the run ends with exit 5"},
 };
 
-/* `given` has a bit for each row. */
-typedef char option_bits_suffice[COUNT(OPTION) <= 64 ? 1 : -1];
+/* `given` has a place for each row. */
+typedef char options_suffice[COUNT(OPTION) <= MAX_OPTION ? 1 : -1];
 
 typedef struct {
     const char *name;
@@ -418,9 +409,9 @@ static const cli_option *option_find(const char *name, size_t n, unsigned who) {
     return NULL;
 }
 
-static bool is_given(const cli_args *a, const char *name) {
+bool is_given(const cli_args *a, const char *name) {
     for (size_t i = 0; i < COUNT(OPTION); i++)
-        if ((a->given >> i & 1) && strcmp(OPTION[i].name, name) == 0) return true;
+        if (a->given[i] && strcmp(OPTION[i].name, name) == 0) return true;
     return false;
 }
 
@@ -432,7 +423,7 @@ static bool is_given(const cli_args *a, const char *name) {
  */
 
 /* Decimal digits only, no sign, no blank, no overflow. */
-static bool parse_u64(const char *text, size_t n, uint64_t *out) {
+bool parse_u64(const char *text, size_t n, uint64_t *out) {
     uint64_t value = 0;
     if (n == 0) return false;
     for (size_t i = 0; i < n; i++) {
@@ -446,7 +437,7 @@ static bool parse_u64(const char *text, size_t n, uint64_t *out) {
 }
 
 /* A plain decimal number such as 0.7 or 1e-5: no sign, blank, hex, nan or inf. */
-static bool parse_real(const char *text, char **end, double *out) {
+bool parse_real(const char *text, char **end, double *out) {
     if (!isdigit((unsigned char)text[0]) && text[0] != '.') return false;
     if (text[0] == '0' && (text[1] == 'x' || text[1] == 'X')) return false;
     *out = strtod(text, end);
@@ -588,7 +579,7 @@ static size_t edit_distance(const char *a, const char *b) {
 }
 
 /* Keep `name` in *best when it is nearer to `typed` than what is there. */
-static void nearest(const char *typed, const char *name, const char **best, size_t *distance) {
+void nearest(const char *typed, const char *name, const char **best, size_t *distance) {
     size_t d = edit_distance(typed, name);
     if (d < *distance && d * 2 < strlen(name)) {
         *distance = d;
@@ -628,7 +619,7 @@ static int option_take(const cli_command *cmd, cli_args *a, int argc, char **arg
                         o->name, o->value, o->name);
         value = argv[++*i];
     }
-    a->given |= (uint64_t)1 << (o - OPTION);
+    a->given[o - OPTION] = true;
     return option_set(o, a, value);
 }
 
@@ -672,7 +663,7 @@ static int args_parse(cli_args *a, const cli_command *cmd, int argc, char **argv
  * its line when it is done; a log file never sees it. The same callback is how Ctrl-C
  * reaches a step that would take minutes. The first Ctrl-C asks, the second one kills.
  */
-static volatile sig_atomic_t interrupted; /* the only global that changes */
+volatile sig_atomic_t interrupted; /* the only global that changes */
 
 static void on_signal(int number) {
     if (interrupted) {
@@ -692,39 +683,26 @@ static void signals_catch(void) {
     sigaction(SIGTERM, &action, NULL);
 }
 
-typedef struct {
-    bool is_tty, is_quiet;
-    bool is_shown;           /* a progress line is on the screen                      */
-    bool hides_compute;      /* text is streaming: no line in its way                 */
-    uint64_t n_said, n_want; /* ids of the answer: so far, 0 in the prompt; at most   */
-    uint64_t said_ns;        /* when the answer began                                 */
-    k3_phase phase;
-    uint64_t done, start_ns, last_ns;
-    uint64_t read_bytes; /* at the last line                                          */
-    double read_speed;   /* bytes per second, smoothed over lines                     */
-    uint32_t n_layers;   /* 0 until the model is open                                 */
-} console;
-
-static void console_init(console *c, const cli_args *a) {
+void console_init(console *c, const cli_args *a) {
     memset(c, 0, sizeof *c);
     c->is_quiet = a->quiet;
     c->is_tty = isatty(STDERR_FILENO) == 1;
     c->start_ns = c->last_ns = clock_ns(); /* work that is done at once shows no line */
 }
 
-static void console_clear(console *c) {
+void console_clear(console *c) {
     if (c->is_shown) fputs("\r\033[K", stderr);
     c->is_shown = false;
 }
 
-static void console_note(void *user, const char *line) {
+void console_note(void *user, const char *line) {
     console *c = user;
     console_clear(c);
     if (!c->is_quiet) say("note: %s", line);
 }
 
 /* The answer's n_said-th id of at most n_want is to be run; n_said 0: a prompt is. */
-static void console_answer(console *c, uint64_t n_said, uint64_t n_want) {
+void console_answer(console *c, uint64_t n_said, uint64_t n_want) {
     if (n_said <= 1) c->said_ns = clock_ns();
     c->n_said = n_said;
     c->n_want = n_want;
@@ -792,12 +770,23 @@ static void console_speed(console *c, const k3_progress *p, uint64_t now) {
     c->read_bytes = p->read_bytes;
 }
 
+/* Ctrl-C was pressed and the step goes on to its end: after a second, say so, once. */
+static void console_wait(console *c, uint64_t now) {
+    if (!c->asked_ns) c->asked_ns = now;
+    if (!c->is_tty || c->has_said_wait || now - c->asked_ns < 1000000000u) return;
+    console_clear(c);
+    fputs("\nk3: this step ends first; Ctrl-C again gives it up, and what it costs to make good\n",
+          stderr);
+    c->has_said_wait = true;
+}
+
 static int console_progress(void *user, const k3_progress *p) {
     static const char *const phase[] = {"headers", "loading", "prompt", "checking"};
     console *c = user;
     uint64_t now = clock_ns();
     char line[160];
-    if (interrupted) return 1;
+    if (interrupted > c->n_grace) return 1;
+    if (interrupted) console_wait(c, now);
     if (p->phase != c->phase || p->done < c->done) c->start_ns = now;
     c->phase = p->phase;
     c->done = p->done;
@@ -828,13 +817,8 @@ static int console_progress(void *user, const k3_progress *p) {
  * lists of ids, the model directory with the bundled model as the default, and output files
  * that are whole or absent.
  */
-typedef struct {
-    char *p;
-    size_t n;
-} blob;
-
 /* The whole of a file; "-" is stdin. */
-static int blob_read(blob *b, const char *path) {
+int blob_read(blob *b, const char *path) {
     bool is_stdin = strcmp(path, "-") == 0;
     const char *name = is_stdin ? "stdin" : path;
     FILE *f = is_stdin ? stdin : fopen(path, "rb");
@@ -858,11 +842,6 @@ static int blob_read(blob *b, const char *path) {
     if (!is_stdin) fclose(f);
     return rc;
 }
-
-typedef struct {
-    uint32_t *id;
-    size_t n;
-} id_list;
 
 /* "1,2,3", blanks around a number allowed. `what` names the source in a message. */
 static int ids_parse(id_list *out, const char *text, size_t n_bytes, const char *what) {
@@ -930,7 +909,7 @@ static bool is_model_dir(const char *dir) {
            access(path, R_OK) == 0;
 }
 
-static int dir_check(const char *option, const char *dir, const char *holds) {
+int dir_check(const char *option, const char *dir, const char *holds) {
     struct stat st;
     if (stat(dir, &st) != 0) return fail(FAIL_MODEL, "%s %s: %s", option, dir, strerror(errno));
     if (S_ISDIR(st.st_mode)) return DONE;
@@ -939,7 +918,7 @@ static int dir_check(const char *option, const char *dir, const char *holds) {
 }
 
 /* The directory to open: --model, or the bundled model, which is said. */
-static int model_find(const cli_args *a, const char **dir) {
+int model_find(const cli_args *a, const char **dir) {
     static const char *const bundled[] = {K3_DEMO_DIR,
 #ifdef K3_SHARE_DIR
                                           K3_SHARE_DIR,
@@ -966,7 +945,6 @@ static int model_find(const cli_args *a, const char **dir) {
     return DONE;
 }
 
-/* The engine's options as the command line has them; notes and progress go to `con`. */
 /* A line such as "VmHWM:  1234 kB" of a file in /proc, as bytes; 0 where there is none. */
 static uint64_t proc_bytes(const char *path, const char *key) {
     unsigned long long kib = 0;
@@ -979,7 +957,8 @@ static uint64_t proc_bytes(const char *path, const char *key) {
     return (uint64_t)kib * 1024;
 }
 
-static k3_options engine_options(const cli_args *a, const char *dir, console *con) {
+/* The engine's options as the command line has them; notes and progress go to `con`. */
+k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     k3_options o;
     k3_options_default(&o);
     o.model_dir = dir;
@@ -1010,7 +989,7 @@ static k3_options engine_options(const cli_args *a, const char *dir, console *co
     return o;
 }
 
-static int engine_open(k3_engine **e, const k3_options *o) {
+int engine_open(k3_engine **e, const k3_options *o) {
     console *con = o->user;
     k3_error err = {{0}};
     int status = k3_engine_open(e, o, &err);
@@ -1023,14 +1002,14 @@ static int engine_open(k3_engine **e, const k3_options *o) {
 static uint64_t moe_layers(const k3_shape *s) { return s->n_layers - s->n_dense; }
 
 /* Weights are read again and again: not all of them have a place in memory. */
-static bool is_streaming(const k3_engine *e) {
+bool is_streaming(const k3_engine *e) {
     const k3_plan *p = k3_engine_plan(e);
     const k3_shape *s = k3_engine_shape(e);
     return p->streamed_bytes > 0 || (moe_layers(s) > 0 && p->quota < s->n_experts);
 }
 
 /* The plan of `k3 plan` in two lines. */
-static void plan_say(const k3_engine *e) {
+void plan_say(const k3_engine *e) {
     const k3_plan *p = k3_engine_plan(e);
     char ram[32], kept[32], streamed[32], slots[32], speed[48] = "not probed";
     if (p->disk_bytes_per_s > 0)
@@ -1585,17 +1564,17 @@ static int run_generate(run_state *r) {
     return end > 0 && rc == DONE ? end : rc;
 }
 
-static void json_put(json_object *o, const char *key, json_object *value) {
+void json_put(json_object *o, const char *key, json_object *value) {
     json_object_object_add(o, key, value);
 }
 
-static void json_put_hash(json_object *o, const char *key, uint64_t fnv) {
+void json_put_hash(json_object *o, const char *key, uint64_t fnv) {
     char text[20];
     snprintf(text, sizeof text, "%016llx", (unsigned long long)fnv);
     json_put(o, key, json_object_new_string(text));
 }
 
-static void json_put_real(json_object *o, const char *key, double value) {
+void json_put_real(json_object *o, const char *key, double value) {
     char text[64];
     snprintf(text, sizeof text, "%.6f", value);
     json_put(o, key, json_object_new_double_s(value, text));
@@ -1614,7 +1593,7 @@ static void json_put_path(json_object *o, const char *key, const char *path) {
 }
 
 /* A count; JSON integers end at 2^63. */
-static void json_put_count(json_object *o, const char *key, uint64_t n) {
+void json_put_count(json_object *o, const char *key, uint64_t n) {
     json_put(o, key, json_object_new_int64((int64_t)n));
 }
 
@@ -1667,16 +1646,10 @@ static int run_json(const run_state *r) {
     json_put(o, "chunk", json_object_new_int(k3_engine_chunk(r->e)));
     json_put(o, "numerics", json_object_new_string(K3_NUMERICS_ID));
     json_put(o, "version", json_object_new_string(K3_VERSION));
-    size_t n = 0;
-    const char *text = json_object_to_json_string_length(
-        o, JSON_C_TO_STRING_PLAIN | JSON_C_TO_STRING_NOSLASHESCAPE, &n);
-    int rc = text ? out_write(text, n) : fail_memory("the JSON object", n);
-    if (rc == DONE) rc = out_write("\n", 1);
-    json_object_put(o);
-    return rc;
+    return out_json_line(o);
 }
 
-static double percent(uint64_t part, uint64_t whole) {
+double percent(uint64_t part, uint64_t whole) {
     return whole ? 100.0 * (double)part / (double)whole : 0.0;
 }
 
@@ -1775,7 +1748,7 @@ static size_t utf8_length(const unsigned char *p, size_t n) {
     return len;
 }
 
-static void put_escaped(const char *bytes, size_t n) {
+void put_escaped(const char *bytes, size_t n) {
     static const char plain[] = "\n\t\r\\", letter[] = "ntr\\";
     const unsigned char *p = (const unsigned char *)bytes;
     for (size_t i = 0; i < n;) {
@@ -3062,6 +3035,7 @@ static int cache_visit(void *user, const char *path, const k3_state_head *head, 
     struct tm tm;
     if (interrupted) return K3_ECANCEL;
     if (rc >= 0 && w->checks) rc = k3_state_check(path, true, &again, &err);
+    if (rc == K3_EIO && access(path, F_OK) != 0) return 0; /* evicted meanwhile: no fault */
     w->n++;
     w->n_bytes += head->file_bytes;
     w->n_bad += rc < 0;
@@ -3125,6 +3099,17 @@ static const cli_command COMMAND[] = {
      "  k3 run --model /data/Kimi-K3 --ram 64G --tokens 40 --prompt-file question.txt\n"
      "  k3 run --json --tokens 0 --dump-logits rows.f32 --ids 3,4,5,6,7\n"
      "  k3 run --save talk.k3s --prompt-file a.txt && k3 run --load talk.k3s \" And then\"\n"},
+    {"chat", CHAT, NULL, cmd_chat, "talk with the model; on a terminal or through pipes",
+     "k3 chat [options]",
+     "On a terminal: line editing and history; /help lists the commands. Ctrl-C stops a reply and\n"
+     "keeps what was said, Ctrl-D leaves. Otherwise each line of stdin is one turn, or a command\n"
+     "if it starts with / (// for a message that does); blank lines are passed over. Text that\n"
+     "looks like markup is text. A turn computes its new ids only.\n",
+     "  k3 chat --effort low\n"
+     "  k3 chat --model /data/Kimi-K3 --ram 64G --context 32768 --cache /data/k3-cache\n"
+     "  echo \"What is the capital of France?\" | k3 chat --temperature 0\n"
+     "  echo '{\"role\":\"user\",\"content\":\"Hello!\"}' | k3 chat --json\n"
+     "  k3 chat --render conversation.json\n"},
     {"tokenize", TOKENIZE, "TEXT", cmd_tokenize, "text to ids and back",
      "k3 tokenize [options] TEXT | -",
      "One line for each id: the id, a tab, its bytes, escaped as in C where they are not\n"
@@ -3261,7 +3246,8 @@ static int dispatch(int argc, char **argv) {
     bool wants_help = false;
     const char *name = argc > 1 ? argv[1] : NULL;
     if (!name) {
-        fputs("usage: k3 run | tokenize | bench | verify | plan | info | cache | help [options]\n"
+        fputs("usage: k3 run | chat | tokenize | bench | verify | plan | info | cache | help "
+              "[options]\n"
               "try:   k3 run \"The capital of France is\"     or: k3 help\n",
               stderr);
         return FAIL_USAGE;

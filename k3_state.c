@@ -952,13 +952,15 @@ int64_t k3_cache_list(const char *dir, k3_cache_fn fn, void *user, k3_error *err
     entry_list l;
     int64_t rc = cache_scan(dir, false, &l, err), n = 0;
     entries_sort(&l, entry_by_use);
-    for (size_t i = l.n; rc == 0 && i-- > 0; n++) {
+    for (size_t i = l.n; rc == 0 && i-- > 0;) {
         char path[PATH_BYTES];
         k3_state_head h;
         k3_error why = {{0}};
         if (entry_path(path, dir, l.at[i].n_pos, l.at[i].key, "") < 0) continue;
         int status = k3_state_check(path, false, &h, &why);
+        if (status == K3_EIO && access(path, F_OK) != 0) continue; /* evicted meanwhile */
         rc = fn(user, path, &h, status, &why);
+        n++;
     }
     free(l.at);
     return rc < 0 ? rc : n;

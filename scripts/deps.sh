@@ -14,7 +14,7 @@ want=""
 for set in "${@:-build}"; do
     case $set in
     build) want="$want gcc make libc6-dev libpcre2-dev libjson-c-dev liburing-dev
-           libxxhash-dev libzstd-dev libssl-dev" ;;
+           libxxhash-dev libedit-dev libzstd-dev libssl-dev" ;;
     test) want="$want python3 python3-numpy zstd" ;;
     ci) want="$want clang libomp-dev libclang-rt-14-dev gcc-aarch64-linux-gnu qemu-user
               libc6-dev-arm64-cross libpcre2-dev:arm64 libjson-c-dev:arm64 liburing-dev:arm64

@@ -1,8 +1,9 @@
 #!/bin/sh
 # run.sh - every test of `make test`; the last line is "N passed, N failed, N skipped".
 #
-#   BUILD=build CC=cc tests/run.sh [--quick]
+#   BUILD=build CC=cc tests/run.sh [--quick | --bits]
 #
+# --quick shortens them; --bits, for a second compiler, leaves out what does not depend on one.
 # Each program prints "name: N passed, N failed, N skipped", which is added up here. Exit 77
 # counts as one skip, any other failure without a count as one failure.
 set -u
@@ -13,6 +14,8 @@ export K3="$BUILD/k3"
 # More threads than cores are tested: let them sleep at barriers instead of spinning.
 export OMP_WAIT_POLICY=passive
 quick=${1:-}
+only_bits=
+[ "$quick" = --bits ] && only_bits=1 quick=--quick
 out=$(mktemp) || exit 1
 trap 'rm -f "$out"' EXIT
 passed=0 failed=0 skipped=0
@@ -56,10 +59,24 @@ run "$BUILD/test_stream" demo $quick
 run "$BUILD/test_state" demo tests/data $quick
 run "$BUILD/test_tier" demo
 for target in text config header index state tier; do replay $target; done
+if [ -n "$only_bits" ]; then
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ $failed -eq 0 ]
+    exit
+fi
 run tests/test_cli.sh
+run "$BUILD/test_xtml"
+if command -v python3 >/dev/null; then
+    # shellcheck disable=SC2086
+    run python3 tests/test_chat.py $quick
+else
+    echo "chat: SKIP python3 is not installed (scripts/deps.sh test)"
+    skipped=$((skipped + 1))
+fi
 # shellcheck disable=SC2086
 run tests/test_cache.sh $quick
 run tests/test_tier.sh demo
+# shellcheck disable=SC2046
 run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
 if [ -z "$quick" ]; then
     run tests/test_tier_net.sh demo

@@ -1,9 +1,10 @@
 #!/bin/bash
 # test_builds.sh - the same hash from every compiler and optimisation level.
 #
-# Builds k3 with {gcc, clang} x {-O0, -O3, -O3 -ffast-math, -Ofast} and compares the hashes of a
-# golden prompt, for every kernel set, with demo/bits.tsv. -march=native must be refused: the
-# kernel sets are chosen at run time.
+# Builds k3 with {gcc, clang} x {-O0, -O3, -Ofast -ffast-math} and compares the hashes of a golden
+# prompt, for every kernel set, with demo/bits.tsv; what the tests themselves were built with
+# (CC at -O3) is not built again. -march=native must be refused: the kernel sets are chosen at run
+# time.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 : "${BUILD:=build}"
@@ -19,7 +20,7 @@ ids=$(awk '$1 == 0 { print $2 }' tests/data/golden_prompts.tsv)
 check() { # compiler, flags
     local k3=$dir/k3 set got
     rm -rf "$dir"
-    if ! make -s BUILD="$dir" CC="$1" CFLAGS="$2" >"$BUILD/builds.log" 2>&1; then
+    if ! make -s -j2 BUILD="$dir" CC="$1" CFLAGS="$2" "$dir/k3" >"$BUILD/builds.log" 2>&1; then
         bad "$1 $2 does not build"
         tail -n 20 "$BUILD/builds.log"
         return
@@ -37,7 +38,10 @@ for cc in gcc clang; do
         skipped=$((skipped + 1))
         continue
     fi
-    for flags in "-O0" "-O3" "-O3 -ffast-math" "-Ofast"; do check $cc "$flags"; done
+    for flags in "-O0" "-O3" "-Ofast -ffast-math"; do
+        [ "$flags" = -O3 ] && [ "$(command -v $cc)" -ef "$(command -v "${CC:-cc}")" ] && continue
+        check $cc "$flags"
+    done
     rm -rf "$dir"
     if make -s BUILD="$dir" CC=$cc CFLAGS="-O2 -mavx2" "$dir/k3.o" 2>&1 | grep -q 'run time'; then
         ok

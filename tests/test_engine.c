@@ -741,6 +741,144 @@ static void test_sampler(void) {
     free(scratch);
 }
 
+/* ---- Sampling against a plain full sort (NUMERICS 6 line by line) ---- */
+
+typedef struct {
+    float l, e;
+    uint32_t id;
+} candidate;
+
+static int candidate_order(const void *a, const void *b) {
+    const candidate *x = a, *y = b;
+    if (x->l != y->l) return x->l > y->l ? -1 : 1;
+    return x->id < y->id ? -1 : x->id > y->id;
+}
+
+static int candidate_id_order(const void *a, const void *b) {
+    const candidate *x = a, *y = b;
+    return x->id < y->id ? -1 : x->id > y->id;
+}
+
+/* The id drawn; *n_kept: how many were drawn from; *edge: the share of the whole that the first
+ * n_edge hold, for a top_p that hangs on the last bit of both sums. */
+static uint32_t sample_plain(const k3_sampler *sp, const float *logits, size_t V, uint64_t pos,
+                             size_t *n_kept, size_t n_edge, float *edge) {
+    candidate *c = malloc(V * sizeof *c);
+    size_t n = V, pick;
+    float total = 0, sum = 0;
+    for (size_t i = 0; i < V; i++) c[i] = (candidate){logits[i] / sp->temperature, 0, (uint32_t)i};
+    qsort(c, n, sizeof *c, candidate_order);
+    if (sp->top_k > 0 && sp->top_k < n) n = sp->top_k;
+    for (size_t i = 0; i < n; i++) {
+        c[i].e = k3_exp(c[i].l - c[0].l);
+        total = i == 0 ? c[i].e : total + c[i].e;
+        if (i + 1 == n_edge) *edge = total;
+    }
+    if (edge) *edge = *edge / total;
+    size_t kept = sp->top_p < 1.0f ? 0 : n;
+    while (kept < n) {
+        sum = kept == 0 ? c[0].e : sum + c[kept].e;
+        kept++;
+        if (sum >= sp->top_p * total) break;
+    }
+    *n_kept = kept;
+    qsort(c, kept, sizeof *c, candidate_id_order);
+    total = c[0].e;
+    for (size_t i = 1; i < kept; i++) total = total + c[i].e;
+    float target = sample_uniform(sp->seed, pos) * total;
+    sum = c[0].e;
+    for (pick = 0; pick + 1 < kept && !(sum > target);) sum = sum + c[++pick].e;
+    uint32_t id = c[pick].id;
+    free(c);
+    return id;
+}
+
+/* Logits of several shapes: near normal, as a model's; full of ties; flat; two values; zeros of
+ * both signs among subnormals; spread far beyond what exp can hold. */
+static void sample_logits(float *logits, size_t V, int shape, uint64_t *seed) {
+    static const float few[] = {0.0f, -0.0f, 1e-40f, -1e-40f};
+    for (size_t i = 0; i < V; i++) {
+        float near = 0;
+        for (int j = 0; j < 6; j++) near += (float)(test_random(seed) >> 40) * 0x1p-24f - 0.5f;
+        switch (shape) {
+        case 0: logits[i] = near * 3.5f + (i % 9973 == 7 ? 9.0f : 0.0f); break;
+        case 1: logits[i] = (float)(test_random(seed) % 64) / 8.0f; break;
+        case 2: logits[i] = 1.25f; break;
+        case 3: logits[i] = test_random(seed) % 5 ? -3.0f : 2.0f; break;
+        case 4: logits[i] = few[test_random(seed) % 4]; break;
+        default: logits[i] = near * 1e4f; break;
+        }
+    }
+}
+
+/* One row, drawn both ways; the cut has to be the same one, not only the draw. */
+static bool sample_agrees(const k3_sampler *sp, const float *logits, size_t V, uint64_t pos,
+                          void *scratch, float *edge, size_t n_edge) {
+    sample_row r = {.k = kernels_pick(NULL, NULL), .n = V};
+    float *l = scratch;
+    size_t n_kept = 0, n_got = 0;
+    uint32_t want = sample_plain(sp, logits, V, pos, &n_kept, n_edge, edge);
+    if (k3_sample(sp, logits, V, pos, scratch) != want) return false;
+    if (!(sp->top_p < 1.0f) && !(sp->top_k > 0 && sp->top_k < V)) return n_kept == V;
+    r.l = l + V;
+    r.e = r.l + V;
+    r.k->divide(l, logits, sp->temperature, V);
+    r.top = sample_max(l, V);
+    sample_cut cut = sample_keep(&r, sp, l);
+    for (size_t i = 0; i < V; i++) n_got += l[i] > cut.last;
+    return n_got + cut.n_last == n_kept;
+}
+
+static void test_sampler_plain(void) {
+    static const size_t size[] = {1, 2, 7, 300, 5000, 163840};
+    const size_t most = 163840;
+    float *logits = malloc(most * sizeof *logits);
+    void *scratch = malloc(k3_sample_scratch(most));
+    uint64_t seed = 5;
+    int n_case = 0, n_same = 0;
+    for (size_t z = 0; z < sizeof size / sizeof *size; z++) {
+        size_t V = size[z];
+        int n_round = V == most ? (is_quick ? 1 : 3) : V == 5000 ? 12 : 60;
+        for (int round = 0; round < n_round; round++) {
+            int shape = V == most ? round % 2 : round % 6;
+            float edge = 0;
+            k3_sampler sp = {round % 4 == 3 ? 0.35f : 1.0f, 0.95f, 0, (uint64_t)round};
+            sample_logits(logits, V, shape, &seed);
+            size_t n_edge = 1 + test_random(&seed) % (V < 400 ? V : 400);
+            for (int way = 0; way < 6; way++) {
+                if (way == 1) sp.top_p = edge; /* hangs on the last bit of two sums */
+                if (way == 2) sp.top_p = 1.0f;
+                if (way == 3) sp.top_k = 40;
+                if (way == 4) sp.top_p = 0.5f;
+                if (way == 5) sp.top_k = 0, sp.top_p = 0.0f;
+                n_same += sample_agrees(&sp, logits, V, (uint64_t)(round * 6 + way), scratch, &edge,
+                                        n_edge < V ? n_edge : V);
+                n_case++;
+            }
+        }
+    }
+    CHECK_EQ_INT(n_same, n_case);
+    int n_large = 0; /* what the last bin relies on */
+    for (float x = SAMPLE_FAR * 0.999f; x < 120.0f; x *= 1.000244140625f)
+        n_large += !(k3_exp(-x) < 0x1p-24f);
+    CHECK_EQ_INT(n_large, 0);
+    k3_sampler sp = {1.0f, 0.95f, 0, 1};
+    for (int shape = 0; shape < 2; shape++) {
+        uint64_t best = UINT64_MAX;
+        sample_logits(logits, most, shape, &seed);
+        for (int i = 0; i < 9; i++) {
+            uint64_t start = now_ns();
+            k3_sample(&sp, logits, most, (uint64_t)i, scratch);
+            uint64_t ns = now_ns() - start;
+            best = ns < best ? ns : best;
+        }
+        printf("engine: top-p 0.95 over %zu logits, %s: %.2f ms\n", most,
+               shape ? "ties" : "near normal", (double)best * 1e-6);
+    }
+    free(logits);
+    free(scratch);
+}
+
 int main(int argc, char **argv) {
     test_begin("engine");
     if (argc < 4)
@@ -752,6 +890,7 @@ int main(int argc, char **argv) {
     test_oracle();
     test_router();
     test_sampler();
+    test_sampler_plain();
     test_golden_all();
     test_golden_logits();
     test_planted_fault();

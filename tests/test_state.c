@@ -15,6 +15,7 @@
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <zstd.h>
 
 #define N_IDS 200
@@ -235,7 +236,8 @@ static void test_splits(void) {
     for (int i = 0; i < n_ways; i++) k3_session_reset(at[i]);
     for (int k = stride; k < N_IDS; k += stride) {
         k3_state_info info;
-        size_t n_a, n_b, end = k % 67 == 23 && !is_quick ? N_IDS : (size_t)k + 2 < N_IDS ? (size_t)k + 2 : N_IDS;
+        size_t n_a, n_b, end = (size_t)k + 2;
+        if (end > N_IDS || (k % 67 == 23 && !is_quick)) end = N_IDS;
         uint64_t used = way[0]->mem.used;
         CHECK(goes_on(from, (size_t)(k - stride), (size_t)k));
         CHECK_EQ_INT(k3_session_save(from, path_a, NULL, 0, &info, &err), 0);
@@ -603,6 +605,40 @@ static void test_save_errors(void) {
     CHECK(goes_on(s, 80, N_IDS));
 }
 
+/* A process that does nothing but save is killed wherever it is: the file is always a whole one, and
+ * the next to save takes the half one over. */
+static void test_save_killed(void) {
+    k3_engine *e = engine(NULL, 1, 8, 0);
+    k3_session *s = session(e, 0);
+    k3_error err;
+    char temp[96];
+    uint64_t seed = 5;
+    int n_half = 0;
+    snprintf(temp, sizeof temp, "%s.tmp", path_a);
+    CHECK(goes_on(s, 0, 100));
+    CHECK_EQ_INT(k3_session_save(s, path_a, NULL, 0, NULL, &err), 0);
+    for (int i = 0; i < 40; i++) {
+        pid_t child = fork();
+        if (child == 0) {
+            while (k3_session_save(s, path_a, NULL, 0, NULL, NULL) == 0) continue;
+            _exit(1);
+        }
+        struct timespec a_while = {0, (long)(2000000 + test_random(&seed) % 6000000)};
+        nanosleep(&a_while, NULL);
+        int status;
+        CHECK(child > 0 && kill(child, SIGKILL) == 0 && waitpid(child, &status, 0) == child);
+        CHECK(WIFSIGNALED(status)); /* no save of its failed */
+        n_half += is_there(temp);
+        CHECK_EQ_INT(k3_session_load(at[0], path_a, NULL, NULL, NULL, &err), 0);
+        CHECK(is_same(at[0], s));
+    }
+    CHECK(n_half > 0); /* some were killed in the midst of it */
+    CHECK_EQ_INT(k3_session_save(s, path_a, NULL, 0, NULL, &err), 0);
+    CHECK(!is_there(temp));
+    k3_session_free(s);
+    k3_engine_close(e);
+}
+
 /* ---- Snapshots ---- */
 
 static void test_snapshots(void) {
@@ -960,6 +996,7 @@ int main(int argc, char **argv) {
     test_refusals();
     test_fingerprint();
     test_save_errors();
+    test_save_killed();
     test_snapshots();
     test_plan();
     test_cache_prefix();

@@ -59,7 +59,7 @@ static void on_alarm(int sig) {
 /* What follows is given a minute. */
 static void begin(const char *name) {
     at_work = name;
-    alarm(IS_SANITIZED ? 240 : 60);
+    alarm(IS_SANITIZED ? 400 : 200);
 }
 
 /* ---- The fake disk ---- */

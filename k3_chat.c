@@ -1,0 +1,2677 @@
+/* k3_chat.c - K3's chat format, and `k3 chat`: a conversation on a terminal or through pipes.
+ *
+ *   1 Bytes and JSON             5 The conversation: ids, turns, undo
+ *   2 Segments and tags          6 One turn
+ *   3 OpenAI messages            7 Showing a reply
+ *   4 A reply, read by its ids   8 Commands      9 Lines in      10 The command
+ *
+ * What holds everywhere: a conversation is one row of ids that only grows at its end. Rendered
+ * messages and generated ids are appended and never made anew, so nothing is tokenised twice and a
+ * turn computes its new ids only. Text is encoded apart from control tokens (K3-SPEC 4.4): no text,
+ * whoever wrote it, becomes one. The ids past the session's position are waiting to be run; that
+ * is how a reply that was stopped is closed, and how anything that cost the session its state (a
+ * step given up, an undo without a snapshot) is made good with the next turn.
+ */
+#include "k3_cli.h"
+
+#include <errno.h>
+#include <locale.h>
+#include <poll.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <termios.h>
+#include <unistd.h>
+#ifdef K3_HAVE_libedit
+#include <histedit.h>
+#endif
+
+#define NO_ID UINT32_MAX
+
+/* ==== 1. Bytes and JSON ==============================================================
+ *
+ * A buffer that remembers that memory ran out, so that a row of additions is checked once. JSON is
+ * read by json-c and written here: the format asks for Python's way of writing it, once compact
+ * with sorted keys, once with blanks, and for numbers as they were typed.
+ */
+typedef struct {
+    char *p;
+    size_t n, cap;
+    bool is_short; /* memory ran out: what is here is not all */
+} buf;
+
+static void buf_add(buf *b, const char *p, size_t n) {
+    if (b->is_short) return;
+    if (b->cap - b->n < n + 1) {
+        size_t cap = b->cap * 2 + n + 64;
+        char *grown = realloc(b->p, cap);
+        if (!grown) {
+            b->is_short = true;
+            return;
+        }
+        b->p = grown;
+        b->cap = cap;
+    }
+    if (n) memcpy(b->p + b->n, p, n);
+    b->n += n;
+    b->p[b->n] = '\0';
+}
+
+static void buf_puts(buf *b, const char *text) { buf_add(b, text, strlen(text)); }
+
+PRINTF_LIKE(2, 3) static void buf_printf(buf *b, const char *format, ...) {
+    char text[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    buf_puts(b, text);
+}
+
+static const char *buf_text(const buf *b) { return b->p ? b->p : ""; }
+
+static void buf_free(buf *b) {
+    free(b->p);
+    memset(b, 0, sizeof *b);
+}
+
+/* Bytes of a token or of the user's, as valid UTF-8; n 0 flushes. */
+static void buf_add_utf8(buf *b, k3_utf8 *u, const char *p, size_t n) {
+    char *out = malloc(3 * (n + 3));
+    if (!out) b->is_short = true;
+    if (out) buf_add(b, out, k3_utf8_push(u, p, n, out));
+    free(out);
+}
+
+PRINTF_LIKE(3, 4) static int error_set(k3_error *err, int status, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(err->text, sizeof err->text, format, args);
+    va_end(args);
+    return status;
+}
+
+static int error_memory(k3_error *err) { return error_set(err, K3_ENOMEM, "no memory for text"); }
+
+#define INTEGER_MARK "E+0000000" /* on integers: json-c keeps the text of decimals only */
+
+/* The text with every integer marked. */
+static void json_mark(buf *out, const char *p, size_t n) {
+    bool is_string = false;
+    for (size_t i = 0, from; i < n; buf_add(out, p + from, i - from)) {
+        from = i;
+        if (is_string || !strchr("-0123456789", p[i]) || !p[i]) {
+            if (is_string && p[i] == '\\' && i + 1 < n)
+                i++;
+            else if (p[i] == '"')
+                is_string = !is_string;
+            i++;
+            continue;
+        }
+        bool is_integer = true;
+        for (; i < n && p[i] && strchr("+-.eE0123456789", p[i]); i++)
+            if (strchr("+.eE", p[i])) is_integer = false;
+        buf_add(out, p + from, i - from);
+        if (is_integer) buf_puts(out, INTEGER_MARK);
+        from = i;
+    }
+}
+
+/* p[n] is 0. NULL with *why NULL is the JSON null. */
+static json_object *json_parse_strict(const char *p, size_t n, size_t *at, const char **why) {
+    json_tokener *k = json_tokener_new_ex(64);
+    json_object *o = NULL;
+    if (!k) return NULL;
+    json_tokener_set_flags(k, JSON_TOKENER_STRICT | JSON_TOKENER_VALIDATE_UTF8);
+    if (n < INT32_MAX - 1) o = json_tokener_parse_ex(k, p, (int)n + 1); /* the NUL ends numbers */
+    enum json_tokener_error e = json_tokener_get_error(k);
+    *at = json_tokener_get_parse_end(k);
+    *why = n >= INT32_MAX - 1 ? "too long" : json_tokener_error_desc(e);
+    while (e == json_tokener_success && *at < n && strchr(" \t\r\n", p[*at]) && p[*at]) ++*at;
+    if (e == json_tokener_success && *at < n) {
+        *why = "something follows the value";
+        e = json_tokener_error_parse_unexpected;
+    }
+    json_tokener_free(k);
+    if (e == json_tokener_success) {
+        *why = NULL;
+        return o; /* NULL is the JSON null */
+    }
+    json_object_put(o);
+    return NULL;
+}
+
+/* A JSON value, every number with its own text. p[n] is 0. *why: NULL, or what is wrong at *at. */
+static json_object *json_read(const char *p, size_t n, size_t *at, const char **why) {
+    buf marked = {0};
+    json_object *o = json_parse_strict(p, n, at, why);
+    if (*why) return NULL;
+    json_object_put(o);
+    json_mark(&marked, p, n);
+    size_t marked_at;
+    *why = "no memory";
+    o = marked.is_short ? NULL : json_parse_strict(marked.p, marked.n, &marked_at, why);
+    buf_free(&marked);
+    return o;
+}
+
+static int json_key_order(const void *a, const void *b) {
+    const struct lh_entry *const *x = a, *const *y = b;
+    return strcmp(lh_entry_k(*x), lh_entry_k(*y)); /* bytes of UTF-8 order as code points do */
+}
+
+static void json_write_string(buf *out, const char *p, size_t n) {
+    buf_puts(out, "\"");
+    for (size_t i = 0; i < n; i++) {
+        const char *known = p[i] ? strchr("\"\\\n\r\t\f\b", p[i]) : NULL;
+        if (known)
+            buf_printf(out, "\\%c", "\"\\nrtfb"[known - strchr("\"\\\n\r\t\f\b", '"')]);
+        else if ((unsigned char)p[i] < 0x20)
+            buf_printf(out, "\\u%04x", (unsigned)(unsigned char)p[i]);
+        else
+            buf_add(out, p + i, 1);
+    }
+    buf_puts(out, "\"");
+}
+
+static void json_write(buf *out, json_object *o, bool is_compact);
+
+static void json_write_object(buf *out, json_object *o, bool is_compact) {
+    size_t n = (size_t)json_object_object_length(o), i = 0;
+    struct lh_entry **entry = malloc((n + 1) * sizeof *entry);
+    if (!entry) {
+        out->is_short = true;
+        return;
+    }
+    for (struct lh_entry *e = json_object_get_object(o)->head; e; e = e->next) entry[i++] = e;
+    if (is_compact) qsort(entry, n, sizeof *entry, json_key_order);
+    buf_puts(out, "{");
+    for (i = 0; i < n; i++) {
+        const char *key = lh_entry_k(entry[i]);
+        if (i) buf_puts(out, is_compact ? "," : ", ");
+        json_write_string(out, key, strlen(key));
+        buf_puts(out, is_compact ? ":" : ": ");
+        json_write(out, (json_object *)lh_entry_v(entry[i]), is_compact);
+    }
+    buf_puts(out, "}");
+    free(entry);
+}
+
+/* As json.dumps of Python writes it without ASCII escapes: keys sorted and no blanks, or keys in
+ * order with ", " and ": ". */
+static void json_write(buf *out, json_object *o, bool is_compact) {
+    const char *text;
+    size_t n;
+    switch (json_object_get_type(o)) {
+    case json_type_null: buf_puts(out, "null"); return;
+    case json_type_boolean: buf_puts(out, json_object_get_boolean(o) ? "true" : "false"); return;
+    case json_type_string:
+        json_write_string(out, json_object_get_string(o), (size_t)json_object_get_string_len(o));
+        return;
+    case json_type_object: json_write_object(out, o, is_compact); return;
+    case json_type_array:
+        buf_puts(out, "[");
+        for (size_t i = 0; i < json_object_array_length(o); i++) {
+            if (i) buf_puts(out, is_compact ? "," : ", ");
+            json_write(out, json_object_array_get_idx(o, i), is_compact);
+        }
+        buf_puts(out, "]");
+        return;
+    default:
+        text = json_object_to_json_string_ext(o, JSON_C_TO_STRING_PLAIN);
+        n = strlen(text);
+        size_t n_mark = strlen(INTEGER_MARK);
+        if (n > n_mark && strcmp(text + n - n_mark, INTEGER_MARK) == 0) n -= n_mark;
+        buf_add(out, text, n);
+    }
+}
+
+static json_object *json_field(json_object *o, const char *key) {
+    json_object *value = NULL;
+    if (json_object_is_type(o, json_type_object)) json_object_object_get_ex(o, key, &value);
+    return value;
+}
+
+static bool json_is(json_object *o, json_type type) { return json_object_is_type(o, type); }
+
+static bool json_equals(json_object *o, const char *text) {
+    return json_is(o, json_type_string) && strcmp(json_object_get_string(o), text) == 0;
+}
+
+/* The text of a string field, or NULL. */
+static const char *json_string(json_object *o, const char *key) {
+    json_object *value = json_field(o, key);
+    return json_is(value, json_type_string) ? json_object_get_string(value) : NULL;
+}
+
+/* ==== 2. Segments and tags ===========================================================
+ *
+ * K3-SPEC 4.4. A rendered piece is a row of segments, each encoded on its own, so that words never
+ * merge across a border and text cannot reach into markup. Control tokens are ids by name.
+ */
+typedef struct {
+    uint32_t open, close, sep, end; /* <|open|> <|close|> <|sep|> <|end_of_msg|>      */
+    uint32_t stop[4];               /* end, [EOS], [EOT], the model's eos; NO_ID: none */
+} chat_marks;
+
+typedef struct {
+    size_t at, n, first_id, n_ids; /* text and ids, in the buffers of xtml */
+    bool is_control;
+} xtml_segment;
+
+typedef struct {
+    buf text;
+    xtml_segment *segment;
+    size_t n_segment, cap_segment;
+    uint32_t *id;
+    size_t n_id;
+} xtml;
+
+static void xtml_free(xtml *x) {
+    buf_free(&x->text);
+    free(x->segment);
+    free(x->id);
+    memset(x, 0, sizeof *x);
+}
+
+static void xtml_add(xtml *x, const char *p, size_t n, bool is_control) {
+    if (n == 0) return;
+    if (x->n_segment == x->cap_segment) {
+        size_t cap = x->cap_segment * 2 + 32;
+        xtml_segment *grown = realloc(x->segment, cap * sizeof *grown);
+        if (!grown) {
+            x->text.is_short = true;
+            return;
+        }
+        x->segment = grown;
+        x->cap_segment = cap;
+    }
+    x->segment[x->n_segment++] = (xtml_segment){x->text.n, n, 0, 0, is_control};
+    buf_add(&x->text, p, n);
+}
+
+static void xtml_text(xtml *x, const char *p, size_t n) { xtml_add(x, p, n, false); }
+static void xtml_puts(xtml *x, const char *text) { xtml_add(x, text, strlen(text), false); }
+static void xtml_control(xtml *x, const char *name) { xtml_add(x, name, strlen(name), true); }
+
+/* An open tag is xtml_begin, any number of xtml_attribute, xtml_sep. */
+static void xtml_begin(xtml *x, const char *tag) {
+    xtml_control(x, "<|open|>");
+    xtml_puts(x, tag);
+}
+
+static void xtml_attribute(xtml *x, const char *key, const char *value, size_t n) {
+    buf escaped = {0};
+    char spaced[16];
+    for (size_t i = 0; i < n; i++) switch (value[i]) {
+        case '&': buf_puts(&escaped, "&amp;"); break;
+        case '"': buf_puts(&escaped, "&quot;"); break;
+        default: buf_add(&escaped, value + i, 1);
+        }
+    snprintf(spaced, sizeof spaced, " %s", key);
+    xtml_puts(x, spaced);
+    xtml_puts(x, "=\"");
+    xtml_text(x, escaped.p, escaped.n);
+    xtml_puts(x, "\"");
+    if (escaped.is_short) x->text.is_short = true;
+    buf_free(&escaped);
+}
+
+static void xtml_attribute_text(xtml *x, const char *key, const char *value) {
+    xtml_attribute(x, key, value, strlen(value));
+}
+
+static void xtml_sep(xtml *x) { xtml_control(x, "<|sep|>"); }
+
+static void xtml_open(xtml *x, const char *tag) {
+    xtml_begin(x, tag);
+    xtml_sep(x);
+}
+
+static void xtml_close(xtml *x, const char *tag) {
+    xtml_control(x, "<|close|>");
+    xtml_puts(x, tag);
+    xtml_sep(x);
+}
+
+static void xtml_end_message(xtml *x) {
+    xtml_close(x, "message");
+    xtml_control(x, "<|end_of_msg|>");
+}
+
+/* message role="system" type="TYPE", its body in one segment. */
+static void xtml_system_type(xtml *x, const char *type, const char *body) {
+    xtml_begin(x, "message");
+    xtml_attribute_text(x, "role", "system");
+    xtml_attribute_text(x, "type", type);
+    xtml_sep(x);
+    xtml_puts(x, body);
+    xtml_end_message(x);
+}
+
+/* What the assistant goes on from. */
+static void xtml_prompt(xtml *x, bool thinks) {
+    xtml_begin(x, "message");
+    xtml_attribute_text(x, "role", "assistant");
+    xtml_sep(x);
+    xtml_open(x, thinks ? "think" : "response");
+}
+
+static void xtml_effort(xtml *x, const char *effort) {
+    buf body = {0};
+    buf_puts(&body, "`thinking_effort` guides on how much to think in your thinking channel (not "
+                    "including the response channel), supported values include `low`, `medium`, "
+                    "`high`, and `max`.\nNow the system is invoked with `thinking_effort=");
+    buf_printf(&body, "%s`.", effort);
+    xtml_system_type(x, "thinking-effort", buf_text(&body));
+    if (body.is_short) x->text.is_short = true;
+    buf_free(&body);
+}
+
+/* A body with JSON inside: before, the value, after. */
+static void xtml_system_json(xtml *x, const char *type, const char *before, json_object *value,
+                             const char *after) {
+    buf body = {0};
+    buf_puts(&body, before);
+    json_write(&body, value, true);
+    buf_puts(&body, after);
+    xtml_system_type(x, type, buf_text(&body));
+    if (body.is_short) x->text.is_short = true;
+    buf_free(&body);
+}
+
+/* Ids of all segments. */
+static int xtml_encode(xtml *x, k3_tokenizer *t, k3_error *err) {
+    if (x->text.is_short) return error_memory(err);
+    x->id = malloc((x->text.n + 1) * sizeof *x->id); /* at most one id for each byte */
+    if (!x->id) return error_memory(err);
+    for (size_t i = 0; i < x->n_segment; i++) {
+        xtml_segment *s = &x->segment[i];
+        int64_t n = k3_encode(t, x->text.p + s->at, s->n, s->is_control ? K3_CONTROL : K3_TEXT,
+                              x->id + x->n_id, x->text.n - x->n_id, err);
+        if (n < 0) return (int)n;
+        s->first_id = x->n_id;
+        s->n_ids = (size_t)n;
+        x->n_id += (size_t)n;
+    }
+    return K3_OK;
+}
+
+/* The id of a special by its name, NO_ID when the tokenizer has none of it. */
+static uint32_t mark_find(k3_tokenizer *t, const char *name) {
+    uint32_t id = NO_ID;
+    k3_error err;
+    int64_t n = k3_encode(t, name, strlen(name), K3_CONTROL, &id, 1, &err);
+    return n == 1 && k3_id_is_special(t, id) ? id : NO_ID;
+}
+
+/* All marks of the format, or which one is missing. */
+static int marks_find(chat_marks *m, k3_tokenizer *t, k3_error *err) {
+    static const char *const name[] = {"<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"};
+    uint32_t *const id[] = {&m->open, &m->close, &m->sep, &m->end};
+    for (size_t i = 0; i < COUNT(name); i++)
+        if ((*id[i] = mark_find(t, name[i])) == NO_ID)
+            return error_set(err, K3_EMODEL,
+                             "this tokenizer has no special token %s: its model was not made for "
+                             "chat; `k3 run` continues a text",
+                             name[i]);
+    m->stop[0] = m->end;
+    m->stop[1] = mark_find(t, "[EOS]");
+    m->stop[2] = mark_find(t, "[EOT]");
+    m->stop[3] = NO_ID;
+    return K3_OK;
+}
+
+static bool mark_is_stop(const chat_marks *m, uint32_t id) {
+    for (size_t i = 0; i < COUNT(m->stop); i++)
+        if (id == m->stop[i] && id != NO_ID) return true;
+    return false;
+}
+
+/* ==== 3. OpenAI messages =============================================================
+ *
+ * Messages as the API takes them, to segments. What the format cannot say (pictures, a role it does
+ * not have, a tool result that answers no call) is an error that names the place; nothing is
+ * dropped in silence.
+ */
+typedef struct {
+    bool thinks;
+    const char *effort; /* "max", ...; NULL: no message about it     */
+    json_object *calls; /* tool_calls of the last assistant message  */
+    unsigned n_tool;    /* tool results since then                   */
+} render_state;
+
+/* Text of a content: a string, null, or an array of text parts, which are joined. */
+static int content_read(buf *out, json_object *content, const char *where, k3_error *err) {
+    if (!content) return K3_OK;
+    if (json_is(content, json_type_string)) {
+        buf_add(out, json_object_get_string(content), (size_t)json_object_get_string_len(content));
+        return out->is_short ? error_memory(err) : K3_OK;
+    }
+    if (!json_is(content, json_type_array))
+        return error_set(err, K3_EUSAGE, "%s.content: neither text nor an array of parts", where);
+    for (size_t i = 0; i < json_object_array_length(content); i++) {
+        json_object *part = json_object_array_get_idx(content, i), *text = json_field(part, "text");
+        const char *type = json_string(part, "type");
+        if (!type || strcmp(type, "text") != 0)
+            return error_set(err, K3_EUSAGE,
+                             "%s.content[%zu]: '%.40s' is not text, and k3 reads "
+                             "text only",
+                             where, i, type ? type : "(no type)");
+        if (!json_is(text, json_type_string))
+            return error_set(err, K3_EUSAGE, "%s.content[%zu]: has no text", where, i);
+        buf_add(out, json_object_get_string(text), (size_t)json_object_get_string_len(text));
+    }
+    return out->is_short ? error_memory(err) : K3_OK;
+}
+
+static int field_check(json_object *o, const char *const *known, const char *where, k3_error *err) {
+    for (struct lh_entry *e = json_object_get_object(o)->head; e; e = e->next) {
+        size_t i = 0;
+        while (known[i] && strcmp(known[i], lh_entry_k(e)) != 0) i++;
+        if (!known[i])
+            return error_set(err, K3_EUSAGE, "%s: k3 knows no field '%.60s' here", where,
+                             (const char *)lh_entry_k(e));
+    }
+    return K3_OK;
+}
+
+/* user, and system without tools. */
+static int render_plain(xtml *x, json_object *m, const char *role, const char *where,
+                        k3_error *err) {
+    json_object *name = json_field(m, "name");
+    buf body = {0};
+    int rc = content_read(&body, json_field(m, "content"), where, err);
+    if (rc == K3_OK && name && !json_is(name, json_type_string))
+        rc = error_set(err, K3_EUSAGE, "%s.name: not a text", where);
+    xtml_begin(x, "message");
+    xtml_attribute_text(x, "role", role);
+    if (name)
+        xtml_attribute(x, "name", json_object_get_string(name),
+                       (size_t)json_object_get_string_len(name));
+    xtml_sep(x);
+    xtml_text(x, body.p, body.n);
+    xtml_end_message(x);
+    buf_free(&body);
+    return rc;
+}
+
+static bool has_tools(json_object *tools) {
+    return json_is(tools, json_type_array) && json_object_array_length(tools) > 0;
+}
+
+static int render_system(xtml *x, json_object *m, const char *where, k3_error *err) {
+    json_object *tools = json_field(m, "tools"), *content = json_field(m, "content");
+    if (!has_tools(tools)) return render_plain(x, m, "system", where, err);
+    if (content && !json_equals(content, ""))
+        return error_set(err, K3_EUSAGE,
+                         "%s: a system message that declares tools has no content; "
+                         "give it in one of its own",
+                         where);
+    xtml_system_json(x, "tool-declare",
+                     "## New Tools Available\nThe system dynamically extends the toolset via "
+                     "lazy-loading.\nYou have access to all existing and extended tools.\nHere are "
+                     "the specs for the extended tools.\n\n```json\n",
+                     tools, "\n```");
+    return K3_OK;
+}
+
+static void render_argument(xtml *x, const char *key, json_object *value) {
+    static const char *const type[] = {
+        [json_type_null] = "null",     [json_type_boolean] = "boolean",
+        [json_type_double] = "number", [json_type_int] = "number",
+        [json_type_object] = "object", [json_type_array] = "array",
+        [json_type_string] = "string"};
+    buf body = {0};
+    xtml_begin(x, "argument");
+    xtml_attribute_text(x, "key", key);
+    xtml_attribute_text(x, "type", type[json_object_get_type(value)]);
+    xtml_sep(x);
+    if (json_is(value, json_type_string))
+        xtml_text(x, json_object_get_string(value), (size_t)json_object_get_string_len(value));
+    else
+        json_write(&body, value, false);
+    xtml_text(x, body.p, body.n);
+    xtml_close(x, "argument");
+    if (body.is_short) x->text.is_short = true;
+    buf_free(&body);
+}
+
+/* call tool="NAME" index="i" with its arguments, or with their text when that is no JSON object. */
+static int render_call(xtml *x, json_object *call, size_t i, const char *where, k3_error *err) {
+    json_object *function = json_field(call, "function"),
+                *given = json_field(function, "arguments");
+    const char *name = json_string(function, "name"), *why = NULL;
+    char index[24];
+    size_t at;
+    if (!name)
+        return error_set(err, K3_EUSAGE, "%s.tool_calls[%zu]: has no function with a name", where,
+                         i);
+    if (given && !json_is(given, json_type_string) && !json_is(given, json_type_object))
+        return error_set(err, K3_EUSAGE,
+                         "%s.tool_calls[%zu]: arguments are neither a text nor an "
+                         "object",
+                         where, i);
+    snprintf(index, sizeof index, "%zu", i + 1);
+    xtml_begin(x, "call");
+    xtml_attribute_text(x, "tool", name);
+    xtml_attribute_text(x, "index", index);
+    xtml_sep(x);
+    json_object *arguments = json_object_get(given);
+    if (json_is(given, json_type_string)) {
+        json_object_put(arguments);
+        arguments = json_read(json_object_get_string(given),
+                              (size_t)json_object_get_string_len(given), &at, &why);
+    }
+    if (json_is(arguments, json_type_object)) {
+        for (struct lh_entry *e = json_object_get_object(arguments)->head; e; e = e->next)
+            render_argument(x, lh_entry_k(e), (json_object *)lh_entry_v(e));
+    } else if (given) {
+        xtml_begin(x, "json");
+        xtml_attribute_text(x, "type", "object");
+        xtml_sep(x);
+        xtml_text(x, json_object_get_string(given), (size_t)json_object_get_string_len(given));
+        xtml_close(x, "json");
+    }
+    json_object_put(arguments);
+    xtml_close(x, "call");
+    return K3_OK;
+}
+
+static int render_assistant(xtml *x, json_object *m, render_state *s, const char *where,
+                            k3_error *err) {
+    json_object *calls = json_field(m, "tool_calls"), *reason = json_field(m, "reasoning_content");
+    buf think = {0}, body = {0};
+    if (!reason) reason = json_field(m, "reasoning");
+    int rc = content_read(&body, json_field(m, "content"), where, err);
+    if (rc == K3_OK) rc = content_read(&think, reason, where, err);
+    if (rc == K3_OK && calls && !json_is(calls, json_type_array))
+        rc = error_set(err, K3_EUSAGE, "%s.tool_calls: not an array", where);
+    xtml_begin(x, "message");
+    xtml_attribute_text(x, "role", "assistant");
+    xtml_sep(x);
+    if (s->thinks) {
+        xtml_open(x, "think");
+        xtml_text(x, think.p, think.n);
+        xtml_close(x, "think");
+    }
+    xtml_open(x, "response");
+    xtml_text(x, body.p, body.n);
+    xtml_close(x, "response");
+    if (has_tools(calls)) xtml_open(x, "tools");
+    for (size_t i = 0; rc == K3_OK && has_tools(calls) && i < json_object_array_length(calls); i++)
+        rc = render_call(x, json_object_array_get_idx(calls, i), i, where, err);
+    if (has_tools(calls)) xtml_close(x, "tools");
+    xtml_end_message(x);
+    buf_free(&think);
+    buf_free(&body);
+    json_object_put(s->calls);
+    s->calls = json_object_get(calls);
+    s->n_tool = 0;
+    return rc;
+}
+
+/* Which call of the last assistant message the result `m` answers; -1: none. */
+static int call_index(const render_state *s, json_object *m) {
+    const char *id = json_string(m, "tool_call_id");
+    for (size_t i = 0; id && has_tools(s->calls) && i < json_object_array_length(s->calls); i++) {
+        const char *call_id = json_string(json_object_array_get_idx(s->calls, i), "id");
+        if (call_id && strcmp(call_id, id) == 0) return (int)i;
+    }
+    return -1;
+}
+
+static int render_tool(xtml *x, json_object *m, render_state *s, const char *where, k3_error *err) {
+    int call = call_index(s, m);
+    const char *name = json_string(m, "name");
+    char index[24];
+    buf body = {0};
+    if (call >= 0)
+        name = json_string(
+            json_field(json_object_array_get_idx(s->calls, (size_t)call), "function"), "name");
+    if (!name)
+        return error_set(err, K3_EUSAGE,
+                         "%s: this tool result names no tool, and its tool_call_id "
+                         "is none of the calls of the last assistant message",
+                         where);
+    int rc = content_read(&body, json_field(m, "content"), where, err);
+    snprintf(index, sizeof index, "%u", ++s->n_tool);
+    xtml_begin(x, "message");
+    xtml_attribute_text(x, "role", "tool");
+    xtml_attribute_text(x, "tool", name);
+    xtml_attribute_text(x, "index", index);
+    xtml_sep(x);
+    xtml_text(x, body.p, body.n);
+    xtml_end_message(x);
+    buf_free(&body);
+    return rc;
+}
+
+/* messages[from, to), all of them tool results: in the order of the calls if all answer one. */
+static int render_tools(xtml *x, json_object *messages, size_t from, size_t to, render_state *s,
+                        k3_error *err) {
+    size_t n = to - from;
+    size_t *order = malloc(n * sizeof *order);
+    bool is_known = true;
+    char where[48];
+    int rc = K3_OK;
+    if (!order) return error_memory(err);
+    for (size_t i = 0; i < n; i++) {
+        order[i] = from + i;
+        if (call_index(s, json_object_array_get_idx(messages, from + i)) < 0) is_known = false;
+    }
+    for (size_t i = 1; is_known && i < n; i++) { /* few, and stable */
+        size_t moved = order[i], j = i;
+        int at = call_index(s, json_object_array_get_idx(messages, moved));
+        for (; j > 0 && call_index(s, json_object_array_get_idx(messages, order[j - 1])) > at; j--)
+            order[j] = order[j - 1];
+        order[j] = moved;
+    }
+    for (size_t i = 0; i < n && rc == K3_OK; i++) {
+        snprintf(where, sizeof where, "messages[%zu]", order[i]);
+        rc = render_tool(x, json_object_array_get_idx(messages, order[i]), s, where, err);
+    }
+    free(order);
+    return rc;
+}
+
+static int render_messages(xtml *x, json_object *messages, render_state *s, k3_error *err) {
+    char where[48];
+    int rc = K3_OK;
+    if (!json_is(messages, json_type_array))
+        return error_set(err, K3_EUSAGE, "messages: not an array");
+    size_t n = json_object_array_length(messages);
+    for (size_t i = 0, to; i < n && rc == K3_OK; i = to) {
+        json_object *m = json_object_array_get_idx(messages, i);
+        const char *role = json_string(m, "role");
+        snprintf(where, sizeof where, "messages[%zu]", i);
+        to = i + 1;
+        if (!role)
+            rc = error_set(err, K3_EUSAGE, "%s: has no role", where);
+        else if (strcmp(role, "user") == 0)
+            rc = render_plain(x, m, "user", where, err);
+        else if (strcmp(role, "system") == 0)
+            rc = render_system(x, m, where, err);
+        else if (strcmp(role, "assistant") == 0)
+            rc = render_assistant(x, m, s, where, err);
+        else if (strcmp(role, "tool") == 0) {
+            while (to < n &&
+                   json_equals(json_field(json_object_array_get_idx(messages, to), "role"), "tool"))
+                to++;
+            rc = render_tools(x, messages, i, to, s, err);
+        } else
+            rc = error_set(err, K3_EUSAGE,
+                           "%s: role '%.40s' is not system, user, assistant or tool", where, role);
+    }
+    return rc;
+}
+
+/* tool_choice and response_format, which hold for one reply and follow the history. */
+static int render_choices(xtml *x, json_object *root, k3_error *err) {
+    json_object *choice = json_field(root, "tool_choice"), *format;
+    if (json_equals(choice, "required"))
+        xtml_system_type(x, "tool-choice",
+                         "The system is invoked with `tool_choice=required`.\nYou MUST call tools "
+                         "in the next message.");
+    else if (json_equals(choice, "none"))
+        xtml_system_type(x, "tool-choice",
+                         "The system is invoked with `tool_choice=none`.\nYou MUST NOT call any "
+                         "tools in the next message.");
+    else if (choice && !json_equals(choice, "auto"))
+        return error_set(err, K3_EUSAGE, "tool_choice: not auto, none or required");
+    format = json_field(root, "response_format");
+    if (!format || json_equals(json_field(format, "type"), "text")) return K3_OK;
+    if (json_equals(json_field(format, "type"), "json_object")) {
+        xtml_system_type(x, "response-format",
+                         "The system is invoked with `response_format=json_object`.\nYour response "
+                         "must be raw JSON data without markdown code blocks (```json) or any "
+                         "additional formatting.");
+        return K3_OK;
+    }
+    json_object *schema = json_field(json_field(format, "json_schema"), "schema");
+    if (!json_equals(json_field(format, "type"), "json_schema") || !schema)
+        return error_set(err, K3_EUSAGE,
+                         "response_format: not text, json_object, or json_schema "
+                         "with a json_schema.schema");
+    xtml_system_json(
+        x, "response-format",
+        "The system is invoked with `response_format=json_schema`.\nYour response must "
+        "be raw JSON data without markdown code blocks (```json) or any additional "
+        "formatting.\nThe JSON data must match the following schema:\n```json\n",
+        schema, "\n```");
+    return K3_OK;
+}
+
+/* What stands before the messages. */
+static void render_header(xtml *x, json_object *tools, const render_state *s) {
+    if (has_tools(tools))
+        xtml_system_json(x, "tool-declare",
+                         "# Tools\nHere are the available tools, described in JSONSchema.\n\n"
+                         "```json\n",
+                         tools, "\n```");
+    if (s->thinks && s->effort) xtml_effort(x, s->effort);
+}
+
+static const char *const EFFORT[] = {"low", "medium", "high", "max", NULL};
+
+static int effort_read(render_state *s, json_object *value, const char *key, k3_error *err) {
+    s->effort = NULL;
+    if (!value || json_equals(value, "none")) return K3_OK;
+    for (size_t i = 0; EFFORT[i]; i++)
+        if (json_equals(value, EFFORT[i])) s->effort = EFFORT[i];
+    return s->effort ? K3_OK
+                     : error_set(err, K3_EUSAGE, "%s: not low, medium, high, max or none", key);
+}
+
+/* thinking: true, false, {"type": "enabled"}; thinking_effort or reasoning_effort. */
+static int render_settings(render_state *s, json_object *root, k3_error *err) {
+    static const char *const key[] = {"reasoning_effort", "thinking_effort"};
+    json_object *thinking = json_field(root, "thinking"), *value;
+    if (json_is(thinking, json_type_object)) {
+        if (!json_equals(json_field(thinking, "type"), "enabled") &&
+            !json_equals(json_field(thinking, "type"), "disabled"))
+            return error_set(err, K3_EUSAGE, "thinking.type: not enabled or disabled");
+        s->thinks = json_equals(json_field(thinking, "type"), "enabled");
+    } else if (json_is(thinking, json_type_boolean)) {
+        s->thinks = json_object_get_boolean(thinking);
+    } else if (thinking) {
+        return error_set(err, K3_EUSAGE, "thinking: not true, false or an object");
+    }
+    for (size_t i = 0; i < COUNT(key); i++) {
+        if (!json_object_object_get_ex(root, key[i], &value)) continue;
+        int rc = effort_read(s, value, key[i], err);
+        if (rc < 0) return rc;
+    }
+    return K3_OK;
+}
+
+/* A whole request, or an array of messages, with the prompt for the reply. */
+static int render_request(xtml *x, json_object *root, render_state *s, k3_error *err) {
+    json_object *messages = json_is(root, json_type_array) ? root : json_field(root, "messages");
+    json_object *tools = json_field(root, "tools");
+    int rc = K3_OK;
+    if (!messages)
+        return error_set(err, K3_EUSAGE, "neither an array of messages nor an object with one");
+    if (tools && !json_is(tools, json_type_array))
+        return error_set(err, K3_EUSAGE, "tools: not an array");
+    if (messages != root) rc = render_settings(s, root, err);
+    if (rc < 0) return rc;
+    render_header(x, tools, s);
+    rc = render_messages(x, messages, s, err);
+    if (rc == K3_OK && messages != root) rc = render_choices(x, root, err);
+    xtml_prompt(x, s->thinks);
+    return rc;
+}
+
+/* ==== 4. A reply, read by its ids ====================================================
+ *
+ * What the model says has the same shape as what it reads: elements between control ids. They are
+ * followed on ids, not on text. The model may break the shape at any point, and a reply may be
+ * stopped at any point; reply_close says what is missing to end the message properly.
+ */
+enum { MAX_DEPTH = 8 };
+
+typedef struct {
+    const chat_marks *marks;
+    const k3_tokenizer *t;
+    char element[MAX_DEPTH][24]; /* open elements, the innermost last                 */
+    int depth;
+    enum { NO_TAG, OPEN_TAG, CLOSE_TAG } tag; /* inside a tag, and its text so far    */
+    buf tag_text;
+    bool has_response, is_over; /* is_over: end of message was met                    */
+    buf think, answer;          /* valid UTF-8 as far as it goes                      */
+    k3_utf8 think_utf8, answer_utf8, tag_utf8;
+    json_object *calls;      /* OpenAI's tool_calls; NULL: none                       */
+    buf name, key, type;     /* of the call and the argument being read               */
+    buf body, arguments;     /* of the argument; of the call, as JSON                 */
+    bool is_raw;             /* arguments came as one text                            */
+    uint64_t n_call, call_0; /* ids of calls are numbered through the conversation    */
+} reply;
+
+static void reply_push_element(reply *r, const char *name) {
+    if (r->depth == MAX_DEPTH) return;
+    snprintf(r->element[r->depth++], sizeof r->element[0], "%.23s", name);
+    if (strcmp(name, "response") == 0) r->has_response = true;
+}
+
+/* A reply to the prompt of xtml_prompt. */
+static void reply_init(reply *r, const chat_marks *marks, const k3_tokenizer *t, bool thinks,
+                       uint64_t call_0) {
+    memset(r, 0, sizeof *r);
+    r->marks = marks;
+    r->t = t;
+    r->call_0 = call_0;
+    reply_push_element(r, "message");
+    reply_push_element(r, thinks ? "think" : "response");
+}
+
+static void reply_free(reply *r) {
+    buf *const all[] = {&r->tag_text, &r->think, &r->answer, &r->name,
+                        &r->key,      &r->type,  &r->body,   &r->arguments};
+    for (size_t i = 0; i < COUNT(all); i++) buf_free(all[i]);
+    json_object_put(r->calls);
+    r->calls = NULL;
+}
+
+static bool reply_is_in(const reply *r, const char *name) {
+    return r->depth > 0 && strcmp(r->element[r->depth - 1], name) == 0;
+}
+
+/* The value of an attribute of the tag, unescaped; empty when it is not there. */
+static void tag_attribute(const buf *tag, const char *key, buf *value) {
+    char before[32];
+    value->n = 0;
+    buf_puts(value, "");
+    snprintf(before, sizeof before, " %s=\"", key);
+    const char *p = strstr(buf_text(tag), before);
+    if (!p) return;
+    for (p += strlen(before); *p && *p != '"';) {
+        bool is_amp = strncmp(p, "&amp;", 5) == 0, is_quote = strncmp(p, "&quot;", 6) == 0;
+        buf_add(value, is_amp ? "&" : is_quote ? "\"" : p, 1);
+        p += is_amp ? 5 : is_quote ? 6 : 1;
+    }
+}
+
+static void buf_clear(buf *b) {
+    b->n = 0;
+    if (b->p) b->p[0] = '\0';
+}
+
+static void reply_open(reply *r) {
+    char name[24];
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(buf_text(&r->tag_text), " "),
+             buf_text(&r->tag_text));
+    reply_push_element(r, name);
+    buf_clear(&r->body);
+    if (strcmp(name, "call") == 0) {
+        tag_attribute(&r->tag_text, "tool", &r->name);
+        buf_clear(&r->arguments);
+        r->is_raw = false;
+    } else if (strcmp(name, "argument") == 0) {
+        tag_attribute(&r->tag_text, "key", &r->key);
+        tag_attribute(&r->tag_text, "type", &r->type);
+    }
+}
+
+/* Any bytes, as valid UTF-8. */
+static void buf_add_valid(buf *out, const char *p, size_t n) {
+    k3_utf8 u = {{0}, 0};
+    buf_add_utf8(out, &u, p, n);
+    buf_add_utf8(out, &u, "", 0);
+}
+
+static void buf_add_json_string(buf *out, const buf *text) {
+    buf valid = {0};
+    buf_add_valid(&valid, buf_text(text), text->n);
+    json_write_string(out, buf_text(&valid), valid.n);
+    if (valid.is_short) out->is_short = true;
+    buf_free(&valid);
+}
+
+/* An argument ends: what is not a string must be JSON, else it is taken as a string. */
+static void reply_argument(reply *r) {
+    const char *why = "a string";
+    size_t at;
+    json_object *value = NULL;
+    buf_puts(&r->arguments, r->arguments.n ? ", " : "{");
+    buf_add_json_string(&r->arguments, &r->key);
+    buf_puts(&r->arguments, ": ");
+    buf_puts(&r->body, "");
+    if (strcmp(buf_text(&r->type), "string") != 0 && r->body.p)
+        value = json_read(r->body.p, r->body.n, &at, &why);
+    if (why)
+        buf_add_json_string(&r->arguments, &r->body);
+    else
+        json_write(&r->arguments, value, false);
+    json_object_put(value);
+}
+
+static void reply_call(reply *r) {
+    json_object *call = json_object_new_object(), *function = json_object_new_object();
+    char id[32];
+    snprintf(id, sizeof id, "call_%llu", (unsigned long long)(r->call_0 + ++r->n_call));
+    if (!r->is_raw) buf_puts(&r->arguments, r->arguments.n ? "}" : "{}");
+    json_put(function, "name", json_object_new_string(buf_text(&r->name)));
+    json_put(function, "arguments", json_object_new_string(buf_text(&r->arguments)));
+    json_put(call, "id", json_object_new_string(id));
+    json_put(call, "type", json_object_new_string("function"));
+    json_put(call, "function", function);
+    if (!r->calls) r->calls = json_object_new_array();
+    json_object_array_add(r->calls, call);
+}
+
+/* The innermost element ends. */
+static void reply_pop(reply *r) {
+    if (reply_is_in(r, "argument")) reply_argument(r);
+    if (reply_is_in(r, "json")) {
+        buf_clear(&r->arguments);
+        buf_add_valid(&r->arguments, buf_text(&r->body), r->body.n);
+        r->is_raw = true;
+    }
+    if (reply_is_in(r, "call")) reply_call(r);
+    r->depth--;
+}
+
+/* A close tag ends its element and what is open inside it; one that fits nothing is passed over. */
+static void reply_shut(reply *r) {
+    int i = r->depth - 1;
+    while (i >= 0 && strcmp(r->element[i], buf_text(&r->tag_text)) != 0) i--;
+    while (i >= 0 && r->depth > i) reply_pop(r);
+}
+
+static void reply_text(reply *r, const char *p, size_t n) {
+    if (reply_is_in(r, "think"))
+        buf_add_utf8(&r->think, &r->think_utf8, p, n);
+    else if (reply_is_in(r, "response") || reply_is_in(r, "message") || r->depth == 0)
+        buf_add_utf8(&r->answer, &r->answer_utf8, p, n);
+    else
+        buf_add(&r->body, p, n);
+}
+
+/* The next id of the reply, which is no stop other than the end of the message. */
+static void reply_push(reply *r, uint32_t id) {
+    size_t n = 0;
+    const char *p = k3_id_bytes(r->t, id, &n);
+    if (id == r->marks->end) {
+        r->is_over = true;
+    } else if (id == r->marks->open || id == r->marks->close) {
+        r->tag = id == r->marks->open ? OPEN_TAG : CLOSE_TAG;
+        buf_clear(&r->tag_text);
+    } else if (id == r->marks->sep) {
+        buf_add_utf8(&r->tag_text, &r->tag_utf8, "", 0);
+        if (r->tag == OPEN_TAG) reply_open(r);
+        if (r->tag == CLOSE_TAG) reply_shut(r);
+        r->tag = NO_TAG;
+    } else if (!p || k3_id_is_special(r->t, id)) {
+        return; /* a mark of another kind has no text */
+    } else if (r->tag != NO_TAG) {
+        buf_add_utf8(&r->tag_text, &r->tag_utf8, p, n);
+    } else {
+        reply_text(r, p, n);
+    }
+}
+
+/* What no further id will complete. */
+static void reply_flush(reply *r) {
+    buf_add_utf8(&r->think, &r->think_utf8, "", 0);
+    buf_add_utf8(&r->answer, &r->answer_utf8, "", 0);
+}
+
+/* The name of a tag that has none yet. */
+static const char *reply_tag_name(const reply *r) {
+    if (r->tag == CLOSE_TAG) return r->depth ? r->element[r->depth - 1] : "message";
+    if (reply_is_in(r, "tools")) return "call";
+    if (reply_is_in(r, "call")) return "argument";
+    return r->has_response ? "tools" : "response";
+}
+
+/* What is missing to end the message: the rest of a tag, close tags, the end itself. */
+static void reply_close(reply *r, xtml *x) {
+    if (r->is_over) return;
+    if (r->tag != NO_TAG) {
+        const char *name = reply_tag_name(r), *said = buf_text(&r->tag_text);
+        if (strncmp(name, said, strlen(said)) == 0) {
+            xtml_puts(x, name + strlen(said));
+            buf_puts(&r->tag_text, name + strlen(said));
+        }
+        xtml_sep(x);
+        reply_push(r, r->marks->sep);
+    }
+    while (r->depth > 0) { /* a call that was not finished is none */
+        if (r->depth == 1 && reply_is_in(r, "message") && !r->has_response) {
+            xtml_open(x, "response");
+            xtml_close(x, "response");
+        }
+        xtml_close(x, r->element[--r->depth]);
+    }
+    xtml_control(x, "<|end_of_msg|>");
+}
+
+/* ==== 5. The conversation ============================================================
+ *
+ * Ids [0, n) are the conversation, the session has run the first k3_session_pos of them. A turn
+ * remembers where it began, and a snapshot of the session there while memory has room for one; the
+ * prefix cache on disk is asked next. Without either the ids are still there, to be read again.
+ */
+typedef struct {
+    size_t start;       /* index of its first id; 0 for the first turn           */
+    k3_snapshot *snap;  /* NULL: none kept                                       */
+    bool is_cached;     /* the cache had the state of its start                  */
+    json_object *calls; /* render_state as it was                                */
+    unsigned n_tool;
+    uint64_t n_call;
+} turn;
+
+typedef struct edit_state edit_state;
+
+typedef struct {
+    const cli_args *a;
+    const char *dir;
+    console con;
+    k3_engine *e;
+    k3_tokenizer *t;
+    k3_session *s;
+    k3_cache *cache; /* NULL: none                                                 */
+    chat_marks marks;
+    size_t n_vocab;
+    float *row;    /* f32[n_vocab]                                                 */
+    void *scratch; /* for k3_sample                                                */
+    k3_sampler sampler;
+    render_state render;
+    buf system;         /* the message before the first turn; empty: none          */
+    json_object *queue; /* system messages that go with the next turn              */
+    json_object *tools; /* declared before the first turn                          */
+    uint32_t *id;
+    size_t n, cap, n_header;
+    turn *turns;
+    size_t n_turn, cap_turn;
+    uint64_t n_reply;
+    uint64_t n_call; /* tool calls so far, for their ids                           */
+    bool is_stored;  /* the cache has the session's present state                  */
+    /* the last reply */
+    const char *why; /* "eos" "tokens" "context" "interrupt"                       */
+    uint64_t prompt_ns, gen_ns, n_prompt, n_cached, n_gen, n_step; /* n_cached: not run again */
+    size_t first_said, n_said; /* its ids                                          */
+    /* in and out */
+    bool is_terminal, is_screen; /* stdin is one, and is edited; stdout is one */
+    bool has_color, hides_think, streams, is_over;
+    edit_state *edit;
+    buf told;  /* what a command said, for --json                                   */
+    int worst; /* exit code of the first turn that failed                           */
+    enum { SHOW_NOTHING, SHOW_THINK, SHOW_ANSWER } shown;
+    size_t n_think_out, n_answer_out;
+} chat;
+
+/* A line for the user: stderr, or with --json part of the answer to the command. */
+static void tell_args(chat *c, bool is_fault, const char *format, va_list args) {
+    char line[1024];
+    vsnprintf(line, sizeof line, format, args);
+    console_clear(&c->con);
+    if (c->a->json)
+        buf_printf(&c->told, "%s%s", c->told.n ? "\n" : "", line);
+    else if (is_fault)
+        say("%s", line);
+    else
+        fprintf(stderr, "%s\n", line);
+}
+
+PRINTF_LIKE(2, 3) static void tell(chat *c, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    tell_args(c, false, format, args);
+    va_end(args);
+}
+
+/* Something did not go as asked; said with -q too. Returns `code`. */
+PRINTF_LIKE(3, 4) static int complain(chat *c, int code, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    tell_args(c, true, format, args);
+    va_end(args);
+    return code;
+}
+
+static int complain_status(chat *c, int status, const k3_error *err) {
+    if (status == K3_ECANCEL) return complain(c, INTERRUPTED, "interrupted");
+    return complain(c, exit_code(status), "%s", err->text[0] ? err->text : k3_status_name(status));
+}
+
+enum { MANY_AGAIN = 64 }; /* positions to read again that are worth a word */
+
+static size_t chat_pos(const chat *c) { return (size_t)k3_session_pos(c->s); }
+
+static int chat_reserve(chat *c, size_t n) {
+    if (c->cap - c->n >= n) return DONE;
+    size_t cap = c->cap * 2 + n + 256;
+    uint32_t *grown = realloc(c->id, cap * sizeof *grown);
+    if (!grown) return complain(c, FAIL_IO, "no memory for %zu ids", cap);
+    c->id = grown;
+    c->cap = cap;
+    return DONE;
+}
+
+static int chat_append(chat *c, const uint32_t *id, size_t n) {
+    int rc = chat_reserve(c, n);
+    if (rc == DONE && n) memcpy(c->id + c->n, id, n * sizeof *id);
+    if (rc == DONE) c->n += n;
+    return rc;
+}
+
+static void turn_drop_snapshot(turn *u) {
+    k3_snapshot_free(u->snap);
+    u->snap = NULL;
+}
+
+static void chat_drop_snapshots(chat *c) {
+    c->is_stored = false;
+    for (size_t i = 0; i < c->n_turn; i++) {
+        turn_drop_snapshot(&c->turns[i]);
+        c->turns[i].is_cached = false;
+    }
+}
+
+/* Forget the last turn and its ids; the session is not touched. */
+static void chat_cut_turn(chat *c) {
+    turn *u = &c->turns[--c->n_turn];
+    c->n = u->start;
+    if (c->n < c->n_header) c->n_header = 0;
+    json_object_put(c->render.calls);
+    c->render.calls = u->calls;
+    c->render.n_tool = u->n_tool;
+    c->n_call = u->n_call;
+    turn_drop_snapshot(u);
+}
+
+/* Put a session that lost its state, or whose ids were cut, where the ids still hold: at `u`'s
+ * snapshot, at what the cache has, else at the start. */
+static void chat_recover(chat *c, const turn *u) {
+    k3_error err = {{0}};
+    if (u && u->snap && k3_session_restore(c->s, u->snap, &err) >= 0) return;
+    k3_session_reset(c->s);
+    if (c->cache && c->n > 0) {
+        int64_t got = k3_cache_restore(c->cache, c->s, c->id, c->n, &err);
+        if (got < 0) complain_status(c, (int)got, &err);
+    }
+}
+
+/* A step failed or was given up: back to the last snapshot, all ids kept. */
+static void chat_recover_last(chat *c) {
+    size_t i = c->n_turn;
+    while (i > 0 && !c->turns[i - 1].snap) i--;
+    chat_recover(c, i > 0 ? &c->turns[i - 1] : NULL);
+}
+
+/* Keep the session's state for /undo; older snapshots make room. */
+static void turn_snapshot(chat *c, turn *u) {
+    k3_error err = {{0}};
+    if (chat_pos(c) == 0 || u->start > chat_pos(c) + MANY_AGAIN) return; /* chat_feed will */
+    for (size_t i = 0; k3_session_snapshot(c->s, &u->snap, &err) < 0; i++) {
+        u->snap = NULL;
+        while (i < c->n_turn && !c->turns[i].snap) i++;
+        if (i >= c->n_turn) return;
+        turn_drop_snapshot(&c->turns[i]);
+    }
+}
+
+static int turn_push(chat *c) {
+    if (c->n_turn == c->cap_turn) {
+        size_t cap = c->cap_turn * 2 + 16;
+        turn *grown = realloc(c->turns, cap * sizeof *grown);
+        if (!grown) return complain(c, FAIL_IO, "no memory for another turn");
+        c->turns = grown;
+        c->cap_turn = cap;
+    }
+    turn u = {.start = c->n, .calls = json_object_get(c->render.calls)};
+    u.n_tool = c->render.n_tool;
+    u.n_call = c->n_call;
+    turn_snapshot(c, &u);
+    u.is_cached = c->is_stored;
+    c->turns[c->n_turn++] = u;
+    return DONE;
+}
+
+static void chat_reset(chat *c) {
+    while (c->n_turn) chat_cut_turn(c);
+    json_object_put(c->queue);
+    c->queue = NULL;
+    c->n = c->n_header = 0;
+    c->is_stored = false;
+    k3_session_reset(c->s);
+}
+
+/* ==== 6. One turn ====================================================================
+ *
+ * Messages to ids, ids through the session, ids drawn until something ends the reply, and the
+ * closing of a reply that did not end itself. A turn whose messages could not be read leaves
+ * everything as it was before.
+ */
+static void show_reply(chat *c, reply *r);
+static int show_end(chat *c, reply *r);
+
+static int chat_append_xtml(chat *c, xtml *x) {
+    k3_error err = {{0}};
+    int status = xtml_encode(x, c->t, &err);
+    return status < 0 ? complain_status(c, status, &err) : chat_append(c, x->id, x->n_id);
+}
+
+/* What stands before the first turn: tools, effort, the system message. */
+static int chat_header(chat *c) {
+    xtml x = {0};
+    render_header(&x, c->tools, &c->render);
+    if (c->system.n) {
+        xtml_begin(&x, "message");
+        xtml_attribute_text(&x, "role", "system");
+        xtml_sep(&x);
+        xtml_text(&x, c->system.p, c->system.n);
+        xtml_end_message(&x);
+    }
+    int rc = chat_append_xtml(c, &x);
+    c->n_header = c->n;
+    xtml_free(&x);
+    return rc;
+}
+
+/* Queued system messages, the turn's messages, the request's choices, the prompt. */
+static int turn_render(chat *c, json_object *messages, json_object *request) {
+    xtml x = {0};
+    k3_error err = {{0}};
+    int status = K3_OK;
+    if (c->queue) status = render_messages(&x, c->queue, &c->render, &err);
+    if (status >= 0) status = render_messages(&x, messages, &c->render, &err);
+    if (status >= 0 && request) status = render_choices(&x, request, &err);
+    xtml_prompt(&x, c->render.thinks);
+    int rc = status < 0 ? complain_status(c, status, &err) : chat_append_xtml(c, &x);
+    xtml_free(&x);
+    return rc;
+}
+
+static int turn_check_context(chat *c) {
+    uint64_t context = k3_session_context(c->s);
+    size_t start = c->turns[c->n_turn - 1].start;
+    if (c->n < context) return DONE; /* one position is left for the reply */
+    return complain(c, FAIL_IO,
+                    "context full: %zu positions are taken, this turn needs %zu more, and the "
+                    "context holds %llu; /undo or /reset make room, or start with a larger "
+                    "--context (the model's maximum is %u)",
+                    start, c->n - start, (unsigned long long)context,
+                    (unsigned)k3_engine_shape(c->e)->max_position);
+}
+
+static void chat_store(chat *c) {
+    k3_error err = {{0}};
+    c->is_stored = false;
+    if (!c->cache) return;
+    int status = k3_cache_store(c->cache, c->s, &err);
+    console_clear(&c->con);
+    if (status < 0) complain_status(c, status, &err);
+    c->is_stored = status >= 0;
+}
+
+enum { HEADER_WORTH = 32 }; /* positions from which on a header gets a cache entry of its own */
+
+/* Run all ids that wait, so that `row` is that of the last. */
+static int chat_feed(chat *c, k3_error *err) {
+    int status = K3_OK;
+    turn *u = &c->turns[c->n_turn - 1];
+    if (c->cache && chat_pos(c) == 0 && c->n > 1) {
+        int64_t got = k3_cache_restore(c->cache, c->s, c->id, c->n - 1, err);
+        if (got < 0) complain_status(c, (int)got, err);
+        if (got > 0) c->n_cached = (uint64_t)got;
+    }
+    size_t pos = chat_pos(c);
+    if (c->cache && pos < c->n_header && c->n_header >= HEADER_WORTH) {
+        status = k3_session_feed(c->s, c->id + pos, c->n_header - pos, K3_ROWS_NONE, NULL, err);
+        if (status < 0) return status;
+        chat_store(c);
+    }
+    pos = chat_pos(c);
+    if (u->start > pos + MANY_AGAIN) { /* the state was lost: now it is there to keep */
+        status = k3_session_feed(c->s, c->id + pos, u->start - pos, K3_ROWS_NONE, NULL, err);
+        if (status < 0) return status;
+        turn_snapshot(c, u);
+    }
+    pos = chat_pos(c);
+    status = k3_session_feed(c->s, c->id + pos, c->n - pos, K3_ROWS_LAST, c->row, err);
+    if (status >= 0) c->is_stored = false;
+    return status;
+}
+
+/* The prompt of the turn. When it cannot be run the turn is taken back. */
+static int turn_prompt(chat *c) {
+    k3_error err = {{0}};
+    turn *u = &c->turns[c->n_turn - 1];
+    uint64_t start = clock_ns();
+    c->con.hides_compute = false;
+    c->con.asked_ns = 0;
+    c->con.has_said_wait = false;
+    c->con.n_grace = u->snap || chat_pos(c) == 0 ? 0 : 1;
+    console_answer(&c->con, 0, 0);
+    c->con.start_ns = c->con.last_ns = start;
+    c->n_prompt = c->n - chat_pos(c);
+    int status = chat_feed(c, &err);
+    console_clear(&c->con);
+    c->prompt_ns = clock_ns() - start;
+    c->n_prompt -= c->n_cached;
+    if (status >= 0) return DONE;
+    c->n = u->start; /* so that the cache is not asked for more */
+    chat_recover(c, u);
+    if (status == K3_ECANCEL) {
+        c->why = "interrupt";
+        return complain(c, INTERRUPTED,
+                        "stopped before the reply began; your message was taken "
+                        "back");
+    }
+    return complain_status(c, status, &err);
+}
+
+/* Run the id just drawn. DONE, INTERRUPTED (not yet said) or an exit code. */
+static int turn_step(chat *c) {
+    k3_error err = {{0}};
+    uint64_t start = clock_ns();
+    uint64_t most = c->a->tokens ? c->a->tokens : k3_session_context(c->s) - chat_pos(c) + c->n_gen;
+    c->con.n_grace = 1; /* a step given up costs the state: the first Ctrl-C lets it end */
+    console_answer(&c->con, c->n_gen, most);
+    int status = k3_session_feed(c->s, c->id + chat_pos(c), 1, K3_ROWS_LAST, c->row, &err);
+    console_clear(&c->con);
+    c->gen_ns += clock_ns() - start;
+    if (status >= 0) {
+        c->n_step++;
+        return DONE;
+    }
+    chat_recover_last(c);
+    return status == K3_ECANCEL ? INTERRUPTED : complain_status(c, status, &err);
+}
+
+static int turn_generate(chat *c, reply *r) {
+    int rc = DONE;
+    c->why = "tokens";
+    while (rc == DONE && (c->n_gen < c->a->tokens || c->a->tokens == 0)) {
+        if (interrupted) {
+            rc = INTERRUPTED;
+            break;
+        }
+        uint32_t id = k3_sample(&c->sampler, c->row, c->n_vocab, chat_pos(c) - 1, c->scratch);
+        bool is_stop = mark_is_stop(&c->marks, id);
+        c->n_gen++;
+        if (is_stop) c->why = "eos";
+        if (is_stop && id != c->marks.end) break; /* what it ends is closed properly instead */
+        rc = chat_append(c, &id, 1);
+        if (rc != DONE) break;
+        reply_push(r, id);
+        c->n_said++;
+        if (is_stop) break;
+        show_reply(c, r);
+        if (ferror(stdout)) rc = FAIL_IO;
+        if (rc == DONE && k3_session_pos(c->s) == k3_session_context(c->s)) {
+            c->why = "context";
+            break;
+        }
+        if (rc == DONE) rc = turn_step(c);
+    }
+    if (rc == INTERRUPTED) {
+        c->why = "interrupt";
+        rc = DONE;
+    }
+    return rc;
+}
+
+/* Close the message; what that takes is run with the next turn. */
+static int turn_close(chat *c, reply *r) {
+    xtml x = {0};
+    reply_flush(r);
+    reply_close(r, &x);
+    int rc = chat_append_xtml(c, &x);
+    xtml_free(&x);
+    json_object_put(c->render.calls);
+    c->render.calls = json_object_get(r->calls);
+    c->render.n_tool = 0;
+    c->n_call += r->n_call;
+    return rc;
+}
+
+/* One turn: messages in, a reply shown. After it the turn is there, closed, or all is as before. */
+static int chat_turn(chat *c, json_object *messages, json_object *request) {
+    reply r;
+    c->why = "";
+    c->n_gen = c->n_step = c->n_cached = c->n_said = c->gen_ns = c->n_prompt = c->prompt_ns = 0;
+    int rc = turn_push(c);
+    if (rc != DONE) return rc;
+    if (c->n == 0) rc = chat_header(c);
+    if (rc == DONE) rc = turn_render(c, messages, request);
+    if (rc == DONE) rc = turn_check_context(c);
+    if (rc == DONE) rc = turn_prompt(c);
+    if (rc != DONE) {
+        chat_cut_turn(c);
+        return rc;
+    }
+    json_object_put(c->queue);
+    c->queue = NULL;
+    c->first_said = c->n;
+    c->n_reply++;
+    reply_init(&r, &c->marks, c->t, c->render.thinks, c->n_call);
+    rc = turn_generate(c, &r);
+    int closed = turn_close(c, &r);
+    if (rc == DONE) rc = closed;
+    if (rc == DONE || !ferror(stdout)) {
+        int shown = show_end(c, &r);
+        if (rc == DONE) rc = shown;
+    }
+    reply_free(&r);
+    if (rc == DONE) chat_store(c);
+    return rc;
+}
+
+/* ==== 7. Showing a reply =============================================================
+ *
+ * A terminal gets thinking dimmed, then the answer, as they are made, and never a control character
+ * of the model's. A pipe gets the answer alone. --json gets one line when all is said, or deltas as
+ * well if the request has "stream": true.
+ */
+
+/* Text for a terminal: control characters are shown, not obeyed. */
+static void put_terminal(buf *out, const char *p, size_t n) {
+    const unsigned char *s = (const unsigned char *)p;
+    for (size_t i = 0; i < n; i++) {
+        bool is_c1 = s[i] == 0xc2 && i + 1 < n && s[i + 1] < 0xa0;
+        if ((s[i] < 0x20 && s[i] != '\n' && s[i] != '\t') || s[i] == 0x7f)
+            buf_printf(out, "^%c", s[i] ^ 0x40);
+        else if (is_c1)
+            buf_printf(out, "<%02x>", s[++i]);
+        else
+            buf_add(out, p + i, 1);
+    }
+}
+
+static const char DIM[] = "\033[2m", PLAIN[] = "\033[0m";
+
+/* Text of one kind to stdout. */
+static void show_text(chat *c, int kind, const char *p, size_t n) {
+    buf out = {0};
+    if (n == 0) return;
+    console_clear(&c->con);
+    if (c->is_screen && kind != (int)c->shown) {
+        if (c->shown == SHOW_THINK) buf_puts(&out, c->has_color ? PLAIN : "");
+        if (c->shown == SHOW_THINK) buf_puts(&out, "\n\n");
+        if (kind == SHOW_THINK) buf_puts(&out, c->has_color ? DIM : "(thinking) ");
+    }
+    c->shown = kind;
+    if (c->is_screen)
+        put_terminal(&out, p, n);
+    else
+        for (size_t i = 0; i < n; i++) /* with --null a NUL ends the reply, and nothing else */
+            if (p[i] || !c->a->null_ends)
+                buf_add(&out, p + i, 1);
+            else
+                buf_puts(&out, "\xef\xbf\xbd");
+    out_write(buf_text(&out), out.n);
+    if (c->is_screen && c->con.is_tty) c->con.hides_compute = true;
+    buf_free(&out);
+}
+
+static void show_delta(const char *key, const char *p, size_t n) {
+    buf line = {0};
+    if (n == 0) return;
+    buf_printf(&line, "{\"delta\":{\"%s\":", key);
+    json_write_string(&line, p, n);
+    buf_puts(&line, "}}\n");
+    out_write(buf_text(&line), line.n);
+    buf_free(&line);
+}
+
+/* What is new in the reply. */
+static void show_reply(chat *c, reply *r) {
+    const char *think = buf_text(&r->think) + c->n_think_out;
+    const char *answer = buf_text(&r->answer) + c->n_answer_out;
+    size_t n_think = r->think.n - c->n_think_out, n_answer = r->answer.n - c->n_answer_out;
+    c->n_think_out = r->think.n;
+    c->n_answer_out = r->answer.n;
+    if (c->a->json) {
+        if (c->streams) show_delta("reasoning_content", think, n_think);
+        if (c->streams) show_delta("content", answer, n_answer);
+        return;
+    }
+    if (c->is_terminal && c->is_screen && !c->hides_think) show_text(c, SHOW_THINK, think, n_think);
+    show_text(c, SHOW_ANSWER, answer, n_answer);
+}
+
+static json_object *json_text(const buf *b) {
+    return json_object_new_string_len(buf_text(b), (int)b->n);
+}
+
+static int show_json(chat *c, const reply *r) {
+    json_object *o = json_object_new_object(), *ids = json_object_new_array();
+    for (size_t i = c->first_said; i < c->first_said + c->n_said; i++)
+        json_object_array_add(ids, json_object_new_int64(c->id[i]));
+    json_put(o, "role", json_object_new_string("assistant"));
+    json_put(o, "content", json_text(&r->answer));
+    if (c->render.thinks) json_put(o, "reasoning_content", json_text(&r->think));
+    if (r->calls) json_put(o, "tool_calls", json_object_get(r->calls));
+    json_put(o, "stop_reason", json_object_new_string(c->why));
+    json_put(o, "ids", ids);
+    json_put_count(o, "n_prompt", c->n_prompt);
+    json_put_count(o, "n_cached", c->n_cached);
+    json_put_count(o, "n_gen", c->n_gen);
+    json_put_count(o, "n_context", c->n);
+    json_put_hash(o, "context_fnv", k3_fnv1a(K3_FNV_BASIS, c->id, c->n * sizeof *c->id));
+    json_put_real(o, "prompt_s", (double)c->prompt_ns * 1e-9);
+    json_put_real(o, "gen_s", (double)c->gen_ns * 1e-9);
+    return out_json_line(o);
+}
+
+/* Tool calls, one a line: name and arguments. */
+static void show_calls(chat *c, const reply *r) {
+    buf out = {0};
+    for (size_t i = 0; r->calls && i < json_object_array_length(r->calls); i++) {
+        json_object *call = json_field(json_object_array_get_idx(r->calls, i), "function");
+        buf line = {0};
+        buf_printf(&line, "%s%s ", i || c->shown == SHOW_ANSWER ? "\n" : "",
+                   json_string(call, "name"));
+        buf_puts(&line, json_string(call, "arguments"));
+        buf_add(&out, line.p, line.n);
+        buf_free(&line);
+    }
+    show_text(c, SHOW_ANSWER, buf_text(&out), out.n);
+    buf_free(&out);
+}
+
+static void tell_rates(chat *c) {
+    tell(c, "prompt %llu ids, %.1f tok/s; reply %llu ids, %.1f tok/s (%s); context %zu of %llu",
+         (unsigned long long)c->n_prompt, per_second(c->n_prompt, c->prompt_ns),
+         (unsigned long long)c->n_gen, per_second(c->n_step, c->gen_ns), c->why, c->n,
+         (unsigned long long)k3_session_context(c->s));
+}
+
+/* The rest of the reply, its end, and why it ended if not by itself. */
+static int show_end(chat *c, reply *r) {
+    int rc = DONE;
+    show_reply(c, r);
+    if (c->a->json) {
+        rc = show_json(c, r);
+    } else {
+        show_calls(c, r);
+        if (c->shown == SHOW_THINK && c->has_color) rc = out_write(PLAIN, strlen(PLAIN));
+        if (rc == DONE) rc = out_write(c->a->null_ends && !c->is_terminal ? "\0" : "\n", 1);
+    }
+    if (ferror(stdout)) rc = FAIL_IO;
+    c->n_think_out = c->n_answer_out = 0;
+    c->shown = SHOW_NOTHING;
+    c->con.hides_compute = false;
+    if (rc != DONE || c->a->json) return rc;
+    if (strcmp(c->why, "interrupt") == 0 && !c->a->quiet)
+        tell(c, "(stopped; what was said is kept)");
+    if (strcmp(c->why, "context") == 0)
+        complain(c, DONE,
+                 "context full: the reply ends here; /undo or /reset make room, or start "
+                 "with a larger --context");
+    if (strcmp(c->why, "tokens") == 0 && !c->a->quiet)
+        tell(c, "(stopped after --tokens %llu)", (unsigned long long)c->a->tokens);
+    if (c->n - chat_pos(c) > MANY_AGAIN && !c->a->quiet)
+        tell(c, "(that step was given up: your next turn reads %zu positions again)",
+             c->n - chat_pos(c));
+    if (c->a->verbose) tell_rates(c);
+    return rc;
+}
+
+/* ==== 8. Commands ====================================================================
+ *
+ * A bad one says what is wrong and the conversation goes on. Whatever a command cannot do for
+ * free it says the price of first.
+ */
+static int help_commands(chat *c, const char *arg);
+
+static int command_reset(chat *c, const char *arg) {
+    (void)arg;
+    chat_reset(c);
+    tell(c, "(a new conversation%s)", c->system.n ? ", with the same system message" : "");
+    return DONE;
+}
+
+static int command_system(chat *c, const char *arg) {
+    if (!*arg) {
+        tell(c, c->system.n ? "system message: %s" : "(no system message)%s", buf_text(&c->system));
+        return DONE;
+    }
+    buf text = {0};
+    buf_add_valid(&text, arg, strlen(arg));
+    if (c->n_turn == 0) {
+        buf_free(&c->system);
+        c->system = text;
+        tell(c, "(stands before the first turn)");
+        return DONE;
+    }
+    json_object *m = json_object_new_object();
+    json_put(m, "role", json_object_new_string("system"));
+    json_put(m, "content", json_text(&text));
+    if (!c->queue) c->queue = json_object_new_array();
+    json_object_array_add(c->queue, m);
+    buf_free(&text);
+    tell(c, "(goes with your next message; the conversation so far stays as it is)");
+    return DONE;
+}
+
+static int command_think(chat *c, const char *arg) {
+    static const char *const word[] = {"on", "off", "show", "hide"};
+    size_t i = 0;
+    while (i < COUNT(word) && strcmp(word[i], arg) != 0) i++;
+    if (*arg && i == COUNT(word))
+        return complain(c, FAIL_USAGE, "/think '%.40s': not on, off, show or hide", arg);
+    if (i < 2) c->render.thinks = i == 0;
+    if (i == 2 || i == 3) c->hides_think = i == 3;
+    tell(c, "(thinking is %s, and %s%s)", c->render.thinks ? "on" : "off",
+         c->hides_think ? "hidden" : "shown",
+         i < 2 && c->n_turn ? "; earlier turns stay as they were" : "");
+    return DONE;
+}
+
+/* The header as the settings now have it. It stands before everything else, so all of it must be
+ * read again, unless it is the one that was there. */
+static int chat_new_header(chat *c) {
+    size_t n_old = c->n_header, n_rest = c->n - n_old;
+    uint32_t *old = malloc((c->n + 1) * sizeof *old);
+    if (!old) return complain(c, FAIL_IO, "no memory for %zu ids", c->n);
+    memcpy(old, c->id, c->n * sizeof *old);
+    c->n = 0;
+    int rc = chat_header(c);
+    size_t n_new = c->n;
+    if (rc == DONE) rc = chat_append(c, old + n_old, n_rest);
+    bool is_same = n_new == n_old && memcmp(old, c->id, n_old * sizeof *old) == 0;
+    free(old);
+    if (is_same) return rc;
+    for (size_t i = 1; i < c->n_turn; i++) c->turns[i].start += n_new - n_old;
+    chat_drop_snapshots(c);
+    k3_session_reset(c->s);
+    return rc;
+}
+
+static int command_effort(chat *c, const char *arg) {
+    k3_error err = {{0}};
+    const char *before = c->render.effort;
+    if (!*arg) {
+        tell(c, "(effort is %s)", before ? before : "none");
+        return DONE;
+    }
+    json_object *word = json_object_new_string(arg);
+    int status = effort_read(&c->render, word, "/effort", &err), rc = DONE;
+    json_object_put(word);
+    if (status < 0) {
+        c->render.effort = before;
+        return complain_status(c, status, &err);
+    }
+    if (c->n_turn == 0 || before == c->render.effort) {
+        tell(c, "(effort is %s)", arg);
+        return DONE;
+    }
+    rc = chat_new_header(c);
+    if (rc == DONE && chat_pos(c) > 0)
+        tell(c, "(effort is %s)", arg);
+    else if (rc == DONE)
+        tell(c,
+             "(effort is %s; the message that says so stands before the conversation, so your next "
+             "turn reads %zu positions again)",
+             arg, c->n);
+    return rc;
+}
+
+static int complain_number(chat *c, const char *name, const char *arg, const char *range) {
+    return complain(c, FAIL_USAGE, "%s '%.40s': not %s", name, arg, range);
+}
+
+static int command_real(chat *c, const char *name, const char *arg, float *value, double most) {
+    double given;
+    char *end;
+    if (*arg && (!parse_real(arg, &end, &given) || *end || given > most))
+        return complain_number(c, name, arg,
+                               most > 1 ? "a number from 0 to 100" : "a number from 0 to 1");
+    if (*arg) *value = (float)given;
+    tell(c, "(temperature %g, top-p %g, top-k %u, seed %llu)", (double)c->sampler.temperature,
+         (double)c->sampler.top_p, (unsigned)c->sampler.top_k, (unsigned long long)c->sampler.seed);
+    return DONE;
+}
+
+static int command_temp(chat *c, const char *arg) {
+    return command_real(c, "/temp", arg, &c->sampler.temperature, 100);
+}
+
+static int command_top_p(chat *c, const char *arg) {
+    return command_real(c, "/top-p", arg, &c->sampler.top_p, 1);
+}
+
+static int command_top_k(chat *c, const char *arg) {
+    uint64_t value = c->sampler.top_k;
+    if (*arg && (!parse_u64(arg, strlen(arg), &value) || value > UINT32_MAX))
+        return complain_number(c, "/top-k", arg, "a whole number; 0 is off");
+    c->sampler.top_k = (uint32_t)value;
+    return command_real(c, "/top-k", "", NULL, 0);
+}
+
+static int command_seed(chat *c, const char *arg) {
+    if (*arg && !parse_u64(arg, strlen(arg), &c->sampler.seed))
+        return complain_number(c, "/seed", arg, "a whole number");
+    return command_real(c, "/seed", "", NULL, 0);
+}
+
+/* What a state file needs besides the session to go on with the conversation. */
+static json_object *chat_notes(const chat *c) {
+    json_object *o = json_object_new_object(), *wait = json_object_new_array();
+    json_object *starts = json_object_new_array();
+    char seed[24];
+    for (size_t i = chat_pos(c); i < c->n; i++)
+        json_object_array_add(wait, json_object_new_int64(c->id[i]));
+    for (size_t i = 0; i < c->n_turn; i++)
+        json_object_array_add(starts, json_object_new_int64((int64_t)c->turns[i].start));
+    snprintf(seed, sizeof seed, "%llu", (unsigned long long)c->sampler.seed);
+    json_put_count(o, "k3_chat", 1);
+    json_put(o, "waiting", wait);
+    json_put(o, "turns", starts);
+    json_put_count(o, "n_header", c->n_header);
+    json_put_count(o, "n_call", c->n_call);
+    json_put_count(o, "n_tool", c->render.n_tool);
+    json_put(o, "calls", json_object_get(c->render.calls));
+    json_put(o, "queue", json_object_get(c->queue));
+    json_put(o, "tools", json_object_get(c->tools));
+    json_put(o, "system", json_text(&c->system));
+    json_put(o, "thinking", json_object_new_boolean(c->render.thinks));
+    json_put(o, "effort", json_object_new_string(c->render.effort ? c->render.effort : "none"));
+    json_put(o, "temperature", json_object_new_double((double)c->sampler.temperature));
+    json_put(o, "top_p", json_object_new_double((double)c->sampler.top_p));
+    json_put_count(o, "top_k", c->sampler.top_k);
+    json_put(o, "seed", json_object_new_string(seed));
+    return o;
+}
+
+static int command_save(chat *c, const char *arg) {
+    k3_error err = {{0}};
+    k3_state_info info;
+    char size[32];
+    if (!*arg) return complain(c, FAIL_USAGE, "/save needs a file name");
+    if (chat_pos(c) == 0)
+        return complain(c, FAIL_USAGE, "/save: nothing was said that has been read yet");
+    json_object *notes = chat_notes(c);
+    size_t n = 0;
+    const char *text = json_object_to_json_string_length(notes, JSON_C_TO_STRING_PLAIN, &n);
+    int status = text ? k3_session_save(c->s, arg, text, n, &info, &err) : K3_ENOMEM;
+    json_object_put(notes);
+    if (status < 0) return complain_status(c, status, &err);
+    tell(c, "(saved %zu turns, %zu positions: %s, %s, %.1f s)", c->n_turn, c->n, arg,
+         fmt_bytes(size, info.file_bytes), info.seconds);
+    return DONE;
+}
+
+static uint64_t note_count(json_object *o, const char *key, uint64_t most) {
+    json_object *value = json_field(o, key);
+    int64_t n = json_is(value, json_type_int) ? json_object_get_int64(value) : -1;
+    return n < 0 || (uint64_t)n > most ? most : (uint64_t)n;
+}
+
+static float note_real(json_object *o, const char *key, double most) {
+    double value = json_object_get_double(json_field(o, key));
+    return value >= 0 && value <= most ? (float)value : 1.0f;
+}
+
+/* Ids, turns and settings from the notes; the session is loaded. False: not ours, or damaged. */
+static bool notes_take(chat *c, json_object *o) {
+    json_object *wait = json_field(o, "waiting"), *starts = json_field(o, "turns");
+    const char *effort = json_string(o, "effort"), *system = json_string(o, "system");
+    const char *seed = json_string(o, "seed");
+    size_t n_run = 0;
+    const uint32_t *run = k3_session_ids(c->s, &n_run);
+    if (!json_field(o, "k3_chat") || !json_is(wait, json_type_array) ||
+        !json_is(starts, json_type_array) || !effort || !seed)
+        return false;
+    if (chat_append(c, run, n_run) != DONE) return false;
+    for (size_t i = 0; i < json_object_array_length(wait); i++) {
+        int64_t id = json_object_get_int64(json_object_array_get_idx(wait, i));
+        uint32_t one = (uint32_t)id;
+        if (id < 0 || (uint64_t)id >= c->n_vocab || chat_append(c, &one, 1) != DONE) return false;
+    }
+    for (size_t i = 0, least = 0; i < json_object_array_length(starts); i++) {
+        int64_t at = json_object_get_int64(json_object_array_get_idx(starts, i));
+        if (at < (int64_t)least || at >= (int64_t)c->n || turn_push(c) != DONE) return false;
+        turn_drop_snapshot(&c->turns[c->n_turn - 1]);
+        c->turns[c->n_turn - 1].is_cached = false;
+        c->turns[c->n_turn - 1].start = least = (size_t)at;
+    }
+    c->n_header = (size_t)note_count(o, "n_header", c->n);
+    c->n_call = note_count(o, "n_call", INT64_MAX);
+    c->render.n_tool = (unsigned)note_count(o, "n_tool", UINT32_MAX);
+    c->render.calls = json_object_get(json_field(o, "calls"));
+    c->queue = json_object_get(json_field(o, "queue"));
+    json_object_put(c->tools);
+    c->tools = json_object_get(json_field(o, "tools"));
+    buf_clear(&c->system);
+    if (system) buf_puts(&c->system, system);
+    c->render.thinks = json_object_get_boolean(json_field(o, "thinking"));
+    c->render.effort = NULL;
+    for (size_t i = 0; EFFORT[i]; i++)
+        if (strcmp(EFFORT[i], effort) == 0) c->render.effort = EFFORT[i];
+    c->sampler.temperature = note_real(o, "temperature", 100);
+    c->sampler.top_p = note_real(o, "top_p", 1);
+    c->sampler.top_k = (uint32_t)note_count(o, "top_k", UINT32_MAX);
+    return parse_u64(seed, strlen(seed), &c->sampler.seed);
+}
+
+static int command_load(chat *c, const char *arg) {
+    k3_error err = {{0}};
+    k3_state_head head;
+    void *notes = NULL;
+    size_t n_notes = 0, at;
+    const char *why = "nothing";
+    if (!*arg) return complain(c, FAIL_USAGE, "/load needs a file name");
+    int status = k3_state_check(arg, false, &head, &err); /* before this conversation goes */
+    if (status >= 0 && head.n_pos >= k3_session_context(c->s))
+        return complain(c, FAIL_IO,
+                        "%s: holds %llu positions, and the context %llu; start with a "
+                        "larger --context",
+                        arg, (unsigned long long)head.n_pos,
+                        (unsigned long long)k3_session_context(c->s));
+    if (status >= 0) {
+        chat_reset(c);
+        status = k3_session_load(c->s, arg, &notes, &n_notes, NULL, &err);
+    }
+    if (status < 0) return complain_status(c, status, &err);
+    buf text = {0};
+    buf_add(&text, notes, notes ? n_notes : 0); /* with a NUL behind */
+    free(notes);
+    json_object *o = text.p && !text.is_short ? json_parse_strict(text.p, text.n, &at, &why) : NULL;
+    bool is_ours = !why && notes_take(c, o);
+    json_object_put(o);
+    buf_free(&text);
+    if (!is_ours) {
+        chat_reset(c);
+        return complain(c, FAIL_CHECK, "%s: a state, but of no conversation of `k3 chat`", arg);
+    }
+    tell(c, "(loaded %zu turns, %zu positions)", c->n_turn, c->n);
+    return DONE;
+}
+
+static int command_undo(chat *c, const char *arg) {
+    bool is_anyway = strcmp(arg, "anyway") == 0;
+    if (*arg && !is_anyway) return complain(c, FAIL_USAGE, "/undo '%.40s': not `anyway`", arg);
+    if (c->n_turn == 0) return complain(c, FAIL_USAGE, "/undo: there is no turn to take back");
+    turn u = c->turns[c->n_turn - 1];
+    if (!u.snap && !u.is_cached && u.start > 0 && !is_anyway)
+        return complain(c, FAIL_BUDGET,
+                        "/undo: no snapshot of that turn's start is in memory%s; `/undo anyway` "
+                        "takes it back, and your next turn then reads %zu positions again",
+                        c->cache ? " or in the cache"
+                                 : " (--undo keeps more, --cache DIR keeps "
+                                   "them on disk)",
+                        u.start);
+    c->turns[c->n_turn - 1].snap = NULL; /* needed a moment longer */
+    chat_cut_turn(c);
+    chat_recover(c, &u);
+    turn_drop_snapshot(&u);
+    c->is_stored = u.is_cached;
+    size_t n_again = c->n > chat_pos(c) ? c->n - chat_pos(c) : 0;
+    tell(c, "(taken back; %zu turns, %zu positions left%s)", c->n_turn, c->n,
+         n_again > MANY_AGAIN ? ", to be read again with your next turn" : "");
+    return DONE;
+}
+
+static int command_stats(chat *c, const char *arg) {
+    k3_stats st;
+    char held[32], ram[32], read[32], size[32];
+    size_t n_snap = 0;
+    (void)arg;
+    k3_session_stats(c->s, &st);
+    for (size_t i = 0; i < c->n_turn; i++) n_snap += c->turns[i].snap != NULL;
+    tell(c, "context   %zu of %llu positions, %zu turns; %zu can be undone at once", c->n,
+         (unsigned long long)k3_session_context(c->s), c->n_turn, n_snap + (c->n_turn > 0));
+    if (c->why && *c->why) tell_rates(c);
+    tell(c, "experts   %llu used, %.1f %% in memory when wanted",
+         (unsigned long long)st.expert_uses, percent(st.expert_hits, st.expert_uses));
+    tell(c, "disk      %s read since the start; %.1f s of %.1f s computing spent waiting for it",
+         fmt_bytes(read, st.read_bytes), (double)st.stall_ns * 1e-9, (double)st.compute_ns * 1e-9);
+    tell(c, "memory    %s of %s", fmt_bytes(held, st.resident_bytes),
+         fmt_bytes(ram, k3_engine_plan(c->e)->ram_bytes));
+    if (c->cache) {
+        k3_cache_stats cs;
+        k3_cache_get_stats(c->cache, &cs);
+        tell(c, "cache     %llu entries, %s; %llu hits, %llu misses, %llu positions not read again",
+             (unsigned long long)cs.n_entries, fmt_bytes(size, cs.bytes),
+             (unsigned long long)cs.hits, (unsigned long long)cs.misses,
+             (unsigned long long)cs.restored_pos);
+    } else {
+        tell(c, "cache     off (--cache DIR)");
+    }
+    tell(c, "context_fnv %016llx",
+         (unsigned long long)k3_fnv1a(K3_FNV_BASIS, c->id, c->n * sizeof *c->id));
+    return DONE;
+}
+
+static int command_quit(chat *c, const char *arg) {
+    (void)arg;
+    c->is_over = true;
+    return DONE;
+}
+
+typedef struct {
+    const char *name, *arg, *help;
+    int (*run)(chat *c, const char *arg);
+} chat_command;
+
+static const chat_command COMMAND[] = {
+    {"/help", "", "this list", help_commands},
+    {"/reset", "", "a new conversation", command_reset},
+    {"/system", "[TEXT]", "a system message: before the first turn, or with your next one",
+     command_system},
+    {"/think", "[on|off|show|hide]", "think before answering; show it", command_think},
+    {"/effort", "[low|medium|high|max|none]", "how much to think", command_effort},
+    {"/temp", "[T]", "temperature; 0 is greedy", command_temp},
+    {"/top-p", "[P]", "draw among the likeliest that hold P; 1 is off", command_top_p},
+    {"/top-k", "[N]", "draw among the N likeliest; 0 is off", command_top_k},
+    {"/seed", "[N]", "the same seed gives the same reply", command_seed},
+    {"/save", "FILE", "write the conversation with its state", command_save},
+    {"/load", "FILE", "go on from there", command_load},
+    {"/undo", "[anyway]", "take the last turn back", command_undo},
+    {"/stats", "", "context, speed, experts, disk, memory, cache", command_stats},
+    {"/quit", "", "leave, as Ctrl-D does", command_quit},
+};
+
+static int help_commands(chat *c, const char *arg) {
+    (void)arg;
+    for (size_t i = 0; i < COUNT(COMMAND); i++) {
+        char left[48];
+        snprintf(left, sizeof left, "%s %s", COMMAND[i].name, COMMAND[i].arg);
+        tell(c, "  %-34s %s", left, COMMAND[i].help);
+    }
+    if (c->is_terminal)
+        tell(c, "  Ctrl-C stops a reply and keeps what was said. Alt-Enter, or \\ at the end of a "
+                "line,\n  goes on with another line; pasted text may have many. // starts a "
+                "message with /.");
+    return DONE;
+}
+
+static int chat_command_run(chat *c, const char *line) {
+    char name[32];
+    const char *best = NULL, *arg = line + strcspn(line, " \t");
+    size_t distance = 4;
+    snprintf(name, sizeof name, "%.*s", (int)(arg - line), line);
+    arg += strspn(arg, " \t");
+    for (size_t i = 0; i < COUNT(COMMAND); i++) {
+        if (strcmp(COMMAND[i].name, name) != 0) continue;
+        if (*arg && !*COMMAND[i].arg)
+            return complain(c, FAIL_USAGE, "%s takes nothing more, '%.40s' was given", name, arg);
+        return COMMAND[i].run(c, arg);
+    }
+    if (strcmp(name, "/exit") == 0 || strcmp(name, "/bye") == 0) return command_quit(c, "");
+    for (size_t i = 0; i < COUNT(COMMAND); i++) nearest(name, COMMAND[i].name, &best, &distance);
+    if (best) return complain(c, FAIL_USAGE, "no command %s: did you mean %s?", name, best);
+    return complain(c, FAIL_USAGE, "no command %s: /help lists them, // starts a message with /",
+                    name);
+}
+
+/* ==== 9. Lines in ====================================================================
+ *
+ * All input goes through one reader of bytes, so that what is typed ahead while a reply is made, or
+ * pasted, waits here and not in the terminal's line of 4096. On a terminal libedit edits on top of
+ * it; a bracketed paste comes in as one piece, newlines and all. While a reply is made the terminal
+ * echoes nothing.
+ */
+enum { LINE_END = 0, LINE_TAKEN = 1, LINE_STOPPED = -1, MAX_LINE = 8 << 20 };
+
+struct edit_state {
+    unsigned char bytes[4096];
+    size_t at, n;
+    struct termios was; /* the terminal as it was found */
+    bool has_termios;
+    const char *prompt;
+#ifdef K3_HAVE_libedit
+    EditLine *el;
+    History *history;
+    char *history_path;
+#endif
+};
+
+static volatile sig_atomic_t resized, terminated;
+static struct termios *termios_at_exit; /* what a killing signal puts back */
+
+/* Ctrl-C: the first stops the reply, the second gives its step up, the third kills. */
+static void on_chat_signal(int number) {
+    interrupted++;
+    if (number != SIGINT) {
+        interrupted += interrupted < 2;
+        terminated = 1;
+    }
+    if (interrupted < 3) return;
+    if (termios_at_exit) tcsetattr(STDIN_FILENO, TCSANOW, termios_at_exit);
+    signal(number, SIG_DFL);
+    raise(number);
+}
+
+static void on_resize(int number) {
+    (void)number;
+    resized = 1;
+}
+
+/* Reads at the prompt end when a signal comes; reads of weights go on. */
+static void chat_signals(void) {
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    sigemptyset(&action.sa_mask);
+    action.sa_handler = on_chat_signal;
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+    sigaction(SIGHUP, &action, NULL);
+    action.sa_handler = on_resize;
+    sigaction(SIGWINCH, &action, NULL);
+}
+
+/* After a signal: the line being edited takes the terminal's new size. */
+static void edit_resize(edit_state *in) {
+#ifdef K3_HAVE_libedit
+    if (resized && in->el) el_resize(in->el);
+#else
+    (void)in;
+#endif
+    resized = 0;
+}
+
+/* Wait for input. False when a signal that stops came first, however close: between looking at
+ * `interrupted` and sleeping it is held back. */
+static bool edit_await(edit_state *in) {
+    static const int number[] = {SIGINT, SIGTERM, SIGHUP, SIGWINCH};
+    struct pollfd fd = {STDIN_FILENO, POLLIN, 0};
+    sigset_t held, was;
+    bool is_there = false;
+    sigemptyset(&held);
+    for (size_t i = 0; i < COUNT(number); i++) sigaddset(&held, number[i]);
+    sigprocmask(SIG_BLOCK, &held, &was);
+    while (!interrupted && !is_there) {
+        edit_resize(in);
+        int rc = ppoll(&fd, 1, NULL, &was);
+        is_there = rc > 0 || (rc < 0 && errno != EINTR); /* read() says what is wrong */
+    }
+    sigprocmask(SIG_SETMASK, &was, NULL);
+    return !interrupted;
+}
+
+/* The next byte of stdin; LINE_END, or LINE_STOPPED when a signal came first. */
+static int edit_byte(edit_state *in, unsigned char *byte) {
+    while (in->at == in->n) {
+        if (!edit_await(in)) return LINE_STOPPED;
+        ssize_t got = read(STDIN_FILENO, in->bytes, sizeof in->bytes);
+        edit_resize(in);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return LINE_END;
+        in->at = 0;
+        in->n = (size_t)got;
+    }
+    *byte = in->bytes[in->at++];
+    return LINE_TAKEN;
+}
+
+/* One line as it is, without its newline. */
+static int edit_plain_line(edit_state *in, buf *line) {
+    unsigned char byte;
+    for (;;) {
+        int rc = edit_byte(in, &byte);
+        if (rc == LINE_END && line->n) return LINE_TAKEN;
+        if (rc != LINE_TAKEN) return rc;
+        if (byte == '\n') break;
+        if (line->n < MAX_LINE) buf_add(line, (const char *)&byte, 1);
+    }
+    if (line->n && line->p[line->n - 1] == '\r') line->p[--line->n] = '\0';
+    return LINE_TAKEN;
+}
+
+/* Whether the terminal shows what is typed. Nothing typed is lost either way. */
+static void edit_echo(edit_state *in, bool is_on) {
+    struct termios now = in->was;
+    if (!in->has_termios) return;
+    if (!is_on) {
+        now.c_lflag &= ~(tcflag_t)(ECHO | ICANON);
+        now.c_cc[VMIN] = 1;
+        now.c_cc[VTIME] = 0;
+    } else { /* typed ahead: out of the terminal before its mode changes */
+        struct pollfd fd = {STDIN_FILENO, POLLIN, 0};
+        memmove(in->bytes, in->bytes + in->at, in->n - in->at);
+        in->n -= in->at;
+        in->at = 0;
+        while (in->n < sizeof in->bytes && poll(&fd, 1, 0) > 0) {
+            ssize_t got = read(STDIN_FILENO, in->bytes + in->n, sizeof in->bytes - in->n);
+            if (got <= 0) break;
+            in->n += (size_t)got;
+        }
+    }
+    tcsetattr(STDIN_FILENO, TCSADRAIN, &now);
+}
+
+#ifdef K3_HAVE_libedit
+
+static edit_state *edit_of(EditLine *el) {
+    void *data = NULL;
+    el_get(el, EL_CLIENTDATA, &data);
+    return data;
+}
+
+static char *edit_prompt(EditLine *el) { return (char *)(uintptr_t)edit_of(el)->prompt; }
+
+/* One character for libedit; bytes that are no UTF-8 become U+FFFD. */
+static int edit_character(EditLine *el, wchar_t *out) {
+    edit_state *in = edit_of(el);
+    unsigned char byte;
+    int rc = edit_byte(in, &byte);
+    if (rc != LINE_TAKEN) return rc == LINE_END ? 0 : -1;
+    uint32_t width = byte < 0x80 ? 1 : byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4;
+    uint32_t point = width == 1 ? byte : byte & (0x7fu >> width);
+    static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};
+    bool is_bad = (byte >= 0x80 && byte < 0xc2) || byte > 0xf4;
+    for (uint32_t i = 1; i < width && !is_bad; i++) {
+        rc = edit_byte(in, &byte);
+        if (rc != LINE_TAKEN) return rc == LINE_END ? 0 : -1;
+        is_bad = (byte & 0xc0) != 0x80;
+        if (is_bad) in->at--; /* it may begin the next one */
+        point = point << 6 | (byte & 0x3f);
+    }
+    is_bad =
+        is_bad || point < least[width] || point > 0x10ffff || (point >= 0xd800 && point < 0xe000);
+    *out = is_bad ? 0xfffd : (wchar_t)point;
+    return 1;
+}
+
+static unsigned char edit_newline(EditLine *el, int key) {
+    (void)key;
+    return el_insertstr(el, "\n") == 0 ? CC_REFRESH : CC_ERROR;
+}
+
+/* ESC [ 200 ~ was read: everything up to ESC [ 201 ~ is text. */
+static unsigned char edit_paste(EditLine *el, int key) {
+    static const wchar_t end[] = L"\033[201~";
+    enum { N_END = 6 };
+    wchar_t *text = NULL;
+    size_t n = 0, cap = 0;
+    unsigned char result = CC_ERROR;
+    (void)key;
+    for (;;) {
+        wchar_t one;
+        if (n + 2 > cap) {
+            wchar_t *grown = realloc(text, (cap = cap * 2 + 256) * sizeof *grown);
+            if (!grown) goto done;
+            text = grown;
+        }
+        if (edit_character(el, &one) != 1) goto done;
+        if (one == L'\r') one = L'\n';
+        if (one == 0) continue;
+        text[n++] = one;
+        if (n >= N_END && memcmp(text + n - N_END, end, N_END * sizeof *end) == 0) break;
+        if (n >= MAX_LINE) goto done;
+    }
+    text[n - N_END] = 0;
+    result = n == N_END || el_winsertstr(el, text) == 0 ? CC_REFRESH : CC_ERROR;
+done:
+    free(text);
+    return result;
+}
+
+/* Where lines are kept: --history, or k3/history in the user's state directory. */
+static char *history_find(const char *given) {
+    const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
+    char path[4096], *slash;
+    if (given) return *given ? strdup(given) : NULL;
+    if (state && *state == '/')
+        snprintf(path, sizeof path, "%s/k3/history", state);
+    else if (home && *home == '/')
+        snprintf(path, sizeof path, "%s/.local/state/k3/history", home);
+    else
+        return NULL;
+    for (slash = path; (slash = strchr(slash + 1, '/')) != NULL; *slash = '/') {
+        *slash = '\0';
+        mkdir(path, 0700); /* there already, or the history is not written */
+    }
+    return strdup(path);
+}
+
+static void edit_open(chat *c) {
+    edit_state *in = c->edit;
+    HistEvent event;
+    in->el =
+        el_init("k3", stdin, c->con.is_tty && !isatty(STDOUT_FILENO) ? stderr : stdout, stderr);
+    if (!in->el) return;
+    el_set(in->el, EL_CLIENTDATA, in);
+    el_set(in->el, EL_PROMPT, edit_prompt);
+    el_set(in->el, EL_EDITOR, "emacs");
+    el_set(in->el, EL_SIGNAL, 0);
+    el_wset(in->el, EL_GETCFN, edit_character);
+    el_wset(in->el, EL_ADDFN, L"k3-newline", L"insert a newline", edit_newline);
+    el_wset(in->el, EL_ADDFN, L"k3-paste", L"insert pasted text", edit_paste);
+    el_set(in->el, EL_BIND, "\\e\r", "k3-newline", NULL);
+    el_set(in->el, EL_BIND, "\\e\n", "k3-newline", NULL);
+    el_set(in->el, EL_BIND, "\\e[200~", "k3-paste", NULL);
+    el_set(in->el, EL_BIND, "^R", "em-inc-search-prev", NULL);
+    in->history = history_init();
+    if (in->history) {
+        history(in->history, &event, H_SETSIZE, 1000);
+        history(in->history, &event, H_SETUNIQUE, 1);
+        el_set(in->el, EL_HIST, history, in->history);
+        in->history_path = history_find(c->a->history);
+        if (in->history_path) history(in->history, &event, H_LOAD, in->history_path);
+    }
+    el_source(in->el, NULL);
+}
+
+static void edit_close(edit_state *in) {
+    HistEvent event;
+    if (in->history && in->history_path) {
+        mode_t mask = umask(077);
+        history(in->history, &event, H_SAVE, in->history_path);
+        umask(mask);
+    }
+    if (in->el) el_end(in->el);
+    if (in->history) history_end(in->history);
+    free(in->history_path);
+}
+
+/* One line by libedit. */
+static int edit_terminal_line(chat *c, buf *line) {
+    edit_state *in = c->edit;
+    int n = 0;
+    const char *text;
+    if (!in->el) {
+        fputs(in->prompt, stderr);
+        return edit_plain_line(in, line);
+    }
+    edit_resize(in);
+    if (c->has_color) fputs("\033[?2004h", stderr); /* pastes come in brackets */
+    text = el_gets(in->el, &n);
+    if (c->has_color) fputs("\033[?2004l", stderr);
+    if (interrupted) {
+        el_reset(in->el);
+        return LINE_STOPPED;
+    }
+    if (!text || n <= 0) return LINE_END;
+    buf_add(line, text, (size_t)n);
+    if (line->n && line->p[line->n - 1] == '\n') line->p[--line->n] = '\0';
+    return LINE_TAKEN;
+}
+
+static void edit_remember(chat *c, const buf *line) {
+    HistEvent event;
+    if (c->edit->history && line->n && line->n < 65536)
+        history(c->edit->history, &event, H_ENTER, line->p);
+}
+
+#else
+
+static void edit_open(chat *c) { (void)c; }
+static void edit_close(edit_state *in) { (void)in; }
+static void edit_remember(chat *c, const buf *line) { (void)c, (void)line; }
+
+static int edit_terminal_line(chat *c, buf *line) {
+    fputs(c->edit->prompt, stderr);
+    return edit_plain_line(c->edit, line);
+}
+
+#endif
+
+/* What is one turn or command: on a terminal a \ at a line's end goes on with the next. */
+static int edit_line(chat *c, buf *line) {
+    buf_clear(line);
+    if (!c->is_terminal) return edit_plain_line(c->edit, line);
+    c->edit->prompt = "> ";
+    edit_echo(c->edit, true);
+    int rc;
+    for (;;) {
+        buf part = {0};
+        rc = edit_terminal_line(c, &part);
+        buf_add(line, buf_text(&part), part.n);
+        buf_free(&part);
+        if (rc != LINE_TAKEN || line->n == 0 || line->p[line->n - 1] != '\\') break;
+        line->p[line->n - 1] = '\n';
+        c->edit->prompt = ". ";
+    }
+    if (rc == LINE_TAKEN) edit_remember(c, line);
+    edit_echo(c->edit, false);
+    return rc;
+}
+
+/* ==== 10. The command ================================================================
+ *
+ * Everything is checked before weights are read: options, tokenizer, marks, a file to render.
+ */
+
+/* --render: a line of ids and a line for each segment; --ids-only the first, --json all in one. */
+static int render_print(const cli_args *a, const xtml *x) {
+    json_object *o = json_object_new_object(), *ids = json_object_new_array();
+    json_object *segments = json_object_new_array();
+    int rc = DONE;
+    for (size_t i = 0; i < x->n_id && a->json; i++)
+        json_object_array_add(ids, json_object_new_int64(x->id[i]));
+    for (size_t i = 0; i < x->n_id && !a->json; i++)
+        printf("%s%u", i ? "," : "", (unsigned)x->id[i]);
+    if (!a->json) puts("");
+    for (size_t i = 0; i < x->n_segment && !a->ids_only; i++) {
+        const xtml_segment *s = &x->segment[i];
+        const char *mode = s->is_control ? "control" : "text";
+        if (a->json) {
+            json_object *one = json_object_new_object(), *of = json_object_new_array();
+            for (size_t j = 0; j < s->n_ids; j++)
+                json_object_array_add(of, json_object_new_int64(x->id[s->first_id + j]));
+            json_put(one, "mode", json_object_new_string(mode));
+            json_put(one, "text", json_object_new_string_len(x->text.p + s->at, (int)s->n));
+            json_put(one, "ids", of);
+            json_object_array_add(segments, one);
+            continue;
+        }
+        printf("%s\t", mode);
+        for (size_t j = 0; j < s->n_ids; j++)
+            printf("%s%u", j ? "," : "", (unsigned)x->id[s->first_id + j]);
+        putchar('\t');
+        put_escaped(x->text.p + s->at, s->n);
+        puts("");
+    }
+    json_put(o, "ids", ids);
+    if (!a->ids_only) json_put(o, "segments", json_object_get(segments));
+    json_object_put(segments);
+    if (a->json)
+        rc = out_json_line(o);
+    else
+        json_object_put(o);
+    return rc != DONE ? rc : fflush(stdout) != 0 ? fail_stdout(errno) : DONE;
+}
+
+/* Line and column of an error in JSON. */
+static int fail_json(const char *name, const char *p, size_t at, const char *why) {
+    size_t line = 1, column = 1;
+    for (size_t i = 0; i < at; i++) {
+        column = p[i] == '\n' ? 1 : column + 1;
+        line += p[i] == '\n';
+    }
+    return fail(FAIL_USAGE, "%s: line %zu, column %zu: %s", name, line, column, why);
+}
+
+static int render_file(const cli_args *a, k3_tokenizer *t) {
+    const char *name = strcmp(a->render, "-") == 0 ? "stdin" : a->render, *why = NULL;
+    render_state s = {.thinks = !a->no_think, .effort = EFFORT[a->effort]};
+    blob file = {0};
+    xtml x = {0};
+    k3_error err = {{0}};
+    buf text = {0};
+    size_t at = 0;
+    int rc = blob_read(&file, a->render), status = K3_OK;
+    buf_add(&text, file.p, file.n); /* with a NUL behind */
+    free(file.p);
+    if (rc == DONE && text.is_short) rc = fail_memory(name, file.n);
+    json_object *root = rc == DONE ? json_read(text.p, text.n, &at, &why) : NULL;
+    if (why) rc = fail_json(name, text.p, at, why);
+    if (rc == DONE) status = render_request(&x, root, &s, &err);
+    if (rc == DONE && status >= 0) status = xtml_encode(&x, t, &err);
+    if (status < 0) rc = fail(exit_code(status), "%s: %s", name, err.text);
+    if (rc == DONE) rc = render_print(a, &x);
+    json_object_put(root);
+    json_object_put(s.calls);
+    xtml_free(&x);
+    buf_free(&text);
+    return rc;
+}
+
+/* A system message of --json waits for the next turn. */
+static int chat_json_system(chat *c, json_object *m) {
+    k3_error err = {{0}};
+    xtml x = {0};
+    int status = render_system(&x, m, "message", &err); /* now, so that the turn cannot fail */
+    xtml_free(&x);
+    if (status < 0) return complain_status(c, status, &err);
+    if (!c->queue) c->queue = json_object_new_array();
+    json_object_array_add(c->queue, json_object_get(m));
+    tell(c, "(goes with your next message)");
+    return DONE;
+}
+
+/* A line of --json: a text, a message, a request, or a command. */
+static int chat_json(chat *c, const buf *line) {
+    static const char *const known[] = {"messages", "tools",   "tool_choice", "response_format",
+                                        "stream",   "command", NULL};
+    k3_error err = {{0}};
+    const char *why;
+    size_t at;
+    json_object *root = json_read(buf_text(line), line->n, &at, &why), *messages = NULL;
+    int rc = DONE, status = K3_OK;
+    if (why) return complain(c, FAIL_USAGE, "this line is no JSON: column %zu: %s", at + 1, why);
+    const char *command = json_string(root, "command");
+    if (command) {
+        rc = chat_command_run(c, command);
+        goto done;
+    }
+    if (json_is(root, json_type_string)) {
+        json_object *m = json_object_new_object();
+        json_put(m, "role", json_object_new_string("user"));
+        json_put(m, "content", json_object_get(root));
+        messages = json_object_new_array();
+        json_object_array_add(messages, m);
+    } else if (json_equals(json_field(root, "role"), "system")) {
+        rc = chat_json_system(c, root);
+        goto done;
+    } else if (json_string(root, "role")) {
+        messages = json_object_new_array();
+        json_object_array_add(messages, json_object_get(root));
+    } else if (json_is(json_field(root, "messages"), json_type_array)) {
+        messages = json_object_get(json_field(root, "messages"));
+        status = field_check(root, known, "request", &err);
+    } else {
+        status = error_set(&err, K3_EUSAGE,
+                           "neither a text, a message with a role, an object with "
+                           "messages, nor {\"command\": \"/...\"}");
+    }
+    json_object *tools = json_field(root, "tools");
+    if (status >= 0 && !json_string(root, "role") && tools) {
+        if (c->n_turn || c->n)
+            status = error_set(&err, K3_EUSAGE,
+                               "tools: declared with the first turn only; later "
+                               "ones go in a system message that has tools");
+        else if (!json_is(tools, json_type_array))
+            status = error_set(&err, K3_EUSAGE, "tools: not an array");
+        json_object_put(status < 0 ? NULL : c->tools);
+        if (status >= 0) c->tools = json_object_get(tools);
+    }
+    c->streams = json_object_get_boolean(json_field(root, "stream"));
+    rc = status < 0 ? complain_status(c, status, &err) : chat_turn(c, messages, root);
+done:
+    json_object_put(messages);
+    json_object_put(root);
+    return rc;
+}
+
+/* With --json every line in gets a line out: a reply wrote its own. */
+static int chat_json_answer(chat *c, int rc, bool is_command) {
+    if (rc == DONE && !is_command) return DONE;
+    json_object *o = json_object_new_object(), *error = json_object_new_object();
+    if (rc == DONE) {
+        json_put(o, "done", json_text(&c->told));
+    } else {
+        json_put(error, "message", json_text(&c->told));
+        json_put(error, "code", json_object_new_int(rc));
+        json_put(o, "error", json_object_get(error));
+    }
+    json_object_put(error);
+    return out_json_line(o);
+}
+
+static int chat_text_turn(chat *c, const char *p, size_t n) {
+    json_object *messages = json_object_new_array(), *m = json_object_new_object();
+    json_put(m, "role", json_object_new_string("user"));
+    json_put(m, "content", json_object_new_string_len(p, (int)n));
+    json_object_array_add(messages, m);
+    int rc = chat_turn(c, messages, NULL);
+    json_object_put(messages);
+    return rc;
+}
+
+static int chat_line(chat *c, const buf *line) {
+    const char *p = buf_text(line);
+    if (line->n >= MAX_LINE)
+        return complain(c, FAIL_USAGE, "a line of %d MiB or more is no message", MAX_LINE >> 20);
+    if (c->a->json) {
+        uint64_t n_before = c->n_reply;
+        int rc = chat_json(c, line);
+        int answered = chat_json_answer(c, rc, c->n_reply == n_before);
+        if (rc == DONE && c->n_reply != n_before && c->told.n) say("%s", c->told.p);
+        buf_clear(&c->told);
+        return answered != DONE ? answered : rc;
+    }
+    if (p[0] == '/' && p[1] != '/') return chat_command_run(c, p);
+    size_t skip = p[0] == '/' ? 1 : 0;
+    return chat_text_turn(c, p + skip, line->n - skip);
+}
+
+static bool is_blank(const buf *line) {
+    for (size_t i = 0; i < line->n; i++)
+        if (!strchr(" \t\r\n", line->p[i]) || !line->p[i]) return false;
+    return true;
+}
+
+/* Lines until there are no more. The exit code: that of the first that failed, on a pipe. */
+static int chat_loop(chat *c) {
+    buf line = {0};
+    int rc = DONE;
+    while (!c->is_over && !terminated && !ferror(stdout)) {
+        if (c->is_terminal) interrupted = 0; /* on a pipe it ends everything, whenever it came */
+        int got = interrupted ? LINE_STOPPED : edit_line(c, &line);
+        if (got == LINE_STOPPED && c->is_terminal && !terminated) {
+            fputs("\n(Ctrl-D or /quit leaves)\n", stderr);
+            continue;
+        }
+        if (got == LINE_STOPPED) terminated = 1;
+        if (got == LINE_END && c->is_terminal) fputs("\n", stderr);
+        if (got != LINE_TAKEN) break;
+        if (line.is_short) {
+            complain(c, FAIL_IO, "no memory for this line");
+            buf_free(&line);
+            continue;
+        }
+        if (is_blank(&line)) continue;
+        int failed = chat_line(c, &line);
+        if (failed != DONE && c->worst == DONE) c->worst = failed;
+    }
+    buf_free(&line);
+    if (terminated) rc = INTERRUPTED;
+    if (rc == DONE && !c->is_terminal) rc = c->worst;
+    return ferror(stdout) ? FAIL_IO : rc;
+}
+
+/* The engine with room for snapshots, or, where the budget has none for them, without. */
+static int chat_engine(chat *c) {
+    k3_options o = engine_options(c->a, c->dir, &c->con);
+    k3_error err = {{0}};
+    o.snapshots = (uint32_t)c->a->undo;
+    int status = k3_engine_open(&c->e, &o, &err);
+    console_clear(&c->con);
+    if (status == K3_EBUDGET && o.snapshots && !is_given(c->a, "--undo")) {
+        o.snapshots = 0;
+        status = k3_engine_open(&c->e, &o, &err);
+        console_clear(&c->con);
+        if (status >= 0 && !c->a->quiet)
+            say("note: --ram has no room for a snapshot: /undo has to read again%s",
+                c->a->cache ? " what the cache does not have" : ", or needs --cache DIR");
+    }
+    if (status < 0) return fail_status(status, &err);
+    c->con.n_layers = k3_engine_shape(c->e)->n_layers;
+    return DONE;
+}
+
+static int chat_check_vocabulary(const chat *c) {
+    const uint32_t id[] = {c->marks.open, c->marks.close, c->marks.sep, c->marks.end};
+    for (size_t i = 0; i < COUNT(id); i++)
+        if (id[i] >= c->n_vocab)
+            return fail(FAIL_MODEL,
+                        "the chat format needs id %u, and this model's vocabulary has "
+                        "%zu: it was not made for chat; `k3 run` continues a text",
+                        (unsigned)id[i], c->n_vocab);
+    return DONE;
+}
+
+static int chat_open(chat *c) {
+    const cli_args *a = c->a;
+    k3_error err = {{0}};
+    int rc = chat_engine(c);
+    if (rc != DONE) return rc;
+    c->n_vocab = k3_engine_shape(c->e)->vocab_size;
+    c->marks.stop[3] = k3_engine_shape(c->e)->eos_id;
+    rc = chat_check_vocabulary(c);
+    if (rc != DONE) return rc;
+    c->row = malloc(c->n_vocab * sizeof *c->row);
+    c->scratch = malloc(k3_sample_scratch(c->n_vocab) + 1);
+    if (!c->row || !c->scratch) return fail_memory("a row of logits", c->n_vocab * sizeof *c->row);
+    int status = k3_session_new(&c->s, c->e, 0, &err);
+    if (status >= 0 && a->cache)
+        status = k3_cache_open(&c->cache, c->e, a->cache, a->cache_size, &err);
+    if (status < 0) return fail_status(status, &err);
+    if (a->verbose || (is_streaming(c->e) && !a->quiet)) plan_say(c->e);
+    if (a->load) {
+        rc = command_load(c, a->load);
+        if (c->told.n && (rc != DONE || !a->quiet)) say("%s", c->told.p);
+        buf_clear(&c->told);
+    }
+    return rc;
+}
+
+static void chat_close(chat *c) {
+    if (c->s && c->e) {
+        while (c->n_turn) chat_cut_turn(c);
+        k3_cache_close(c->cache);
+        k3_session_free(c->s);
+    }
+    k3_engine_close(c->e);
+    k3_tokenizer_close(c->t);
+    json_object_put(c->queue);
+    json_object_put(c->tools);
+    json_object_put(c->render.calls);
+    buf_free(&c->system);
+    buf_free(&c->told);
+    free(c->turns);
+    free(c->row);
+    free(c->scratch);
+    free(c->id);
+}
+
+static void chat_settings(chat *c, const cli_args *a) {
+    const char *terminal = getenv("TERM");
+    c->a = a;
+    c->render = (render_state){.thinks = !a->no_think, .effort = EFFORT[a->effort]};
+    c->sampler = (k3_sampler){a->temperature, a->top_p, (uint32_t)a->top_k, a->seed};
+    if (a->system) buf_add_valid(&c->system, a->system, strlen(a->system));
+    c->is_terminal = !a->json && isatty(STDIN_FILENO) == 1 &&
+                     (isatty(STDOUT_FILENO) == 1 || isatty(STDERR_FILENO) == 1);
+    c->is_screen = !a->json && isatty(STDOUT_FILENO) == 1;
+    c->has_color =
+        c->is_terminal && c->is_screen && terminal && *terminal && strcmp(terminal, "dumb") != 0;
+    c->hides_think = a->hide_think;
+    console_init(&c->con, a);
+}
+
+/* Locale for libedit: its characters are UTF-8 wherever the user is. Numbers stay in C's. */
+static void chat_locale(void) {
+    const char *set = setlocale(LC_CTYPE, "");
+    if (!set || (!strstr(set, "UTF-8") && !strstr(set, "utf8"))) setlocale(LC_CTYPE, "C.UTF-8");
+}
+
+static int chat_run(chat *c) {
+    edit_state in;
+    memset(&in, 0, sizeof in);
+    c->edit = &in;
+    chat_signals();
+    int rc = chat_open(c);
+    if (rc != DONE) return interrupted ? INTERRUPTED : rc;
+    if (c->is_terminal) {
+        chat_locale();
+        in.has_termios = tcgetattr(STDIN_FILENO, &in.was) == 0;
+        if (in.has_termios) termios_at_exit = &in.was;
+        edit_open(c);
+        if (!c->a->quiet)
+            fprintf(stderr, "k3 %s: /help lists the commands, Ctrl-D leaves\n", K3_VERSION);
+    }
+    rc = chat_loop(c);
+    if (c->is_terminal) {
+        edit_echo(&in, true);
+        edit_close(&in);
+        if (in.has_termios) tcsetattr(STDIN_FILENO, TCSADRAIN, &in.was);
+        termios_at_exit = NULL;
+    }
+    return rc;
+}
+
+int cmd_chat(const cli_args *a) {
+    chat c;
+    k3_error err = {{0}};
+    memset(&c, 0, sizeof c);
+    chat_settings(&c, a);
+    int rc = DONE;
+    c.dir = a->model;
+    if (a->null_ends && a->json) rc = fail(FAIL_USAGE, "--null and --json: a line ends each reply");
+    if (a->ids_only && !a->render) rc = fail(FAIL_USAGE, "--ids-only goes with --render");
+    if (rc == DONE && a->render && a->model) /* the tokenizer is all that it needs */
+        rc = dir_check("--model", a->model, "tiktoken.model");
+    else if (rc == DONE)
+        rc = model_find(a, &c.dir);
+    if (rc != DONE) return rc;
+    int status = k3_tokenizer_open(&c.t, c.dir, &err);
+    if (status >= 0) status = marks_find(&c.marks, c.t, &err);
+    if (status < 0)
+        rc = fail_status(status, &err);
+    else
+        rc = a->render ? render_file(a, c.t) : chat_run(&c);
+    chat_close(&c);
+    return rc;
+}

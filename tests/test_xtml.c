@@ -1,0 +1,215 @@
+/* test_xtml.c - replies read by their ids, and messages stopped anywhere.
+ *
+ * A reply is rendered from an OpenAI message, read back by its ids and compared; cut at every id
+ * and closed; damaged and shuffled. What reply_close adds must always end the message in one
+ * well-formed way. Includes k3_chat.c, to reach its statics; k3_cli.c is linked without its main.
+ */
+#include "test.h"
+
+#include "../k3_chat.c"
+
+static k3_tokenizer *t;
+static chat_marks marks;
+static k3_error err;
+
+static json_object *parse(const char *text) {
+    size_t at;
+    const char *why;
+    json_object *o = json_read(text, strlen(text), &at, &why);
+    if (why) printf("    %s at %zu of %s\n", why, at, text);
+    return o;
+}
+
+/* The ids of an assistant message behind the prompt that asks for it. */
+static xtml reply_ids(json_object *message, bool thinks, size_t *first) {
+    render_state s = {.thinks = thinks};
+    xtml x = {0}, prompt = {0};
+    json_object *messages = json_object_new_array();
+    json_object_array_add(messages, json_object_get(message));
+    CHECK_EQ_INT(render_messages(&x, messages, &s, &err), K3_OK);
+    CHECK_EQ_INT(xtml_encode(&x, t, &err), K3_OK);
+    xtml_prompt(&prompt, thinks);
+    CHECK_EQ_INT(xtml_encode(&prompt, t, &err), K3_OK);
+    *first = prompt.n_id;
+    CHECK(x.n_id > prompt.n_id && memcmp(x.id, prompt.id, prompt.n_id * sizeof *x.id) == 0);
+    xtml_free(&prompt);
+    json_object_put(messages);
+    json_object_put(s.calls);
+    return x;
+}
+
+static bool has_text(const buf *b, const char *want) { return strcmp(buf_text(b), want) == 0; }
+
+static const char CALLS[] =
+    "{\"role\":\"assistant\",\"reasoning_content\":\"Two calls: 東京 & <|sep|>.\\n\",\"content\":"
+    "\"Let me see \\ud83d\\ude00\",\"tool_calls\":[{\"id\":\"call_1\",\"type\":\"function\","
+    "\"function\":{\"name\":\"get \\\"weather\\\" & more\",\"arguments\":\"{\\\"city\\\": "
+    "\\\"S\\u00e3o "
+    "\\\\\\\"P\\\\\\\"\\\", \\\"n\\\": 12345678901234567890123, \\\"d\\\": 1.50, \\\"deep\\\": "
+    "{\\\"b\\\": [1, null], \\\"a\\\": true}, \\\"none\\\": null}\"}},{\"id\":\"call_2\",\"type\":"
+    "\"function\",\"function\":{\"name\":\"raw\",\"arguments\":\"not {json\"}},{\"id\":\"call_3\","
+    "\"type\":\"function\",\"function\":{\"name\":\"empty\",\"arguments\":\"{}\"}}]}";
+
+static void test_round_trip(void) {
+    json_object *message = parse(CALLS);
+    size_t first = 0;
+    xtml x = reply_ids(message, true, &first);
+    reply r;
+    reply_init(&r, &marks, t, true, 0);
+    for (size_t i = first; i < x.n_id; i++) reply_push(&r, x.id[i]);
+    reply_flush(&r);
+    CHECK(r.is_over && r.tag == NO_TAG && r.depth == 0);
+    CHECK(has_text(&r.think, json_string(message, "reasoning_content")));
+    CHECK(has_text(&r.answer, json_string(message, "content")));
+    buf got = {0}, want = {0};
+    json_write(&got, r.calls, true);
+    json_write(&want, json_field(message, "tool_calls"), true);
+    CHECK_EQ_STR(buf_text(&got), buf_text(&want));
+    xtml rest = {0};
+    reply_close(&r, &rest);
+    CHECK_EQ_INT(rest.n_segment, 0);
+    buf_free(&got);
+    buf_free(&want);
+    reply_free(&r);
+    xtml_free(&x);
+    json_object_put(message);
+}
+
+/* Read ids, close, read again with what was added: the message has ended, nothing is open. */
+static bool closes(const uint32_t *id, size_t n, bool thinks, xtml *added, size_t *n_calls,
+                   bool *has_response) {
+    reply r, again;
+    reply_init(&r, &marks, t, thinks, 0);
+    reply_init(&again, &marks, t, thinks, 0);
+    for (size_t i = 0; i < n; i++) reply_push(&r, id[i]);
+    for (size_t i = 0; i < n; i++) reply_push(&again, id[i]);
+    reply_flush(&r);
+    bool was_over = r.is_over;
+    reply_close(&r, added);
+    bool ok = xtml_encode(added, t, &err) == K3_OK;
+    for (size_t i = 0; ok && i < added->n_id; i++) reply_push(&again, added->id[i]);
+    reply_flush(&again);
+    ok = ok && again.is_over && (was_over || (again.tag == NO_TAG && again.depth == 0));
+    ok = ok && strcmp(buf_text(&r.think), buf_text(&again.think)) == 0;
+    ok = ok && (added->n_id == 0) == was_over;
+    *n_calls = again.calls ? json_object_array_length(again.calls) : 0;
+    *has_response = again.has_response;
+    reply_free(&r);
+    reply_free(&again);
+    return ok;
+}
+
+static void test_cuts(void) {
+    json_object *message = parse(CALLS),
+                *plain = parse("{\"role\":\"assistant\",\"content\":\"Hi\"}");
+    for (int thinks = 0; thinks < 2; thinks++) {
+        bool has = false;
+        size_t first = 0, n_bad = 0, n_most = 0, n_calls = 0;
+        xtml x = reply_ids(message, thinks, &first);
+        for (size_t n = 0; n + first <= x.n_id; n++) {
+            xtml added = {0};
+            if (!closes(x.id + first, n, thinks, &added, &n_calls, &has) || !has) {
+                printf("    cut after %zu ids\n", n);
+                n_bad++;
+            }
+            n_most = added.n_id > n_most ? added.n_id : n_most;
+            xtml_free(&added);
+        }
+        CHECK_EQ_INT(n_bad, 0);
+        CHECK_EQ_INT(n_calls, 3);
+        CHECK(n_most > 10 && n_most < 40);
+        xtml_free(&x);
+        x = reply_ids(plain, thinks, &first); /* stopped at once: the empty message */
+        xtml added = {0}, empty = {0};
+        CHECK(closes(NULL, 0, thinks, &added, &n_calls, &has) && has);
+        if (thinks) {
+            xtml_close(&empty, "think");
+            xtml_open(&empty, "response");
+        }
+        xtml_close(&empty, "response");
+        xtml_end_message(&empty);
+        CHECK_EQ_INT(xtml_encode(&empty, t, &err), K3_OK);
+        if (CHECK_EQ_INT(added.n_id, empty.n_id))
+            CHECK_EQ_MEM(added.id, empty.id, added.n_id * sizeof *added.id);
+        xtml_free(&added);
+        xtml_free(&empty);
+        xtml_free(&x);
+    }
+    json_object_put(message);
+    json_object_put(plain);
+}
+
+/* Replies that no encoder wrote: ids of a real one, shuffled, doubled and left out. */
+static void test_noise(void) {
+    json_object *message = parse(CALLS);
+    bool has = false;
+    size_t first = 0, n_bad = 0, n_calls = 0;
+    xtml x = reply_ids(message, true, &first);
+    uint32_t id[256];
+    uint64_t seed = 3;
+    for (int round = 0; round < 3000; round++) {
+        size_t n = test_random(&seed) % 256;
+        for (size_t i = 0; i < n; i++) {
+            uint64_t pick = test_random(&seed);
+            const uint32_t mark[] = {marks.open, marks.close, marks.sep};
+            id[i] = pick % 3 == 0   ? mark[(pick >> 8) % 3]
+                    : pick % 7 == 0 ? (uint32_t)((pick >> 8) % k3_tokenizer_size(t))
+                                    : x.id[(pick >> 8) % x.n_id];
+        }
+        xtml added = {0};
+        if (!closes(id, n, round % 2, &added, &n_calls, &has)) {
+            if (n_bad++ == 0) printf("    round %d, %zu ids\n", round, n);
+        }
+        xtml_free(&added);
+    }
+    CHECK_EQ_INT(n_bad, 0);
+    xtml_free(&x);
+    json_object_put(message);
+}
+
+/* Text in arguments that is not what its type says, half a character at the end. */
+static void test_odd_arguments(void) {
+    static const struct {
+        const char *type, *body, *want;
+    } odd[] = {{"number", "12x", "{\"k\": \"12x\"}"},
+               {"number", "1e2", "{\"k\": 1e2}"},
+               {"object", "{\"a\":1}", "{\"k\": {\"a\": 1}}"},
+               {"string", "12", "{\"k\": \"12\"}"},
+               {"boolean", "", "{\"k\": \"\"}"},
+               {"string", "\xe6\x9d", "{\"k\": \"\xef\xbf\xbd\"}"}};
+    for (size_t i = 0; i < COUNT(odd); i++) {
+        xtml x = {0};
+        reply r;
+        xtml_close(&x, "think");
+        xtml_open(&x, "tools");
+        xtml_begin(&x, "call");
+        xtml_attribute_text(&x, "tool", "f");
+        xtml_sep(&x);
+        xtml_begin(&x, "argument");
+        xtml_attribute_text(&x, "key", "k");
+        xtml_attribute_text(&x, "type", odd[i].type);
+        xtml_sep(&x);
+        xtml_puts(&x, odd[i].body);
+        xtml_close(&x, "argument");
+        xtml_close(&x, "call");
+        CHECK_EQ_INT(xtml_encode(&x, t, &err), K3_OK);
+        reply_init(&r, &marks, t, true, 0);
+        for (size_t j = 0; j < x.n_id; j++) reply_push(&r, x.id[j]);
+        json_object *call = json_field(json_object_array_get_idx(r.calls, 0), "function");
+        CHECK_EQ_STR(json_string(call, "arguments"), odd[i].want);
+        reply_free(&r);
+        xtml_free(&x);
+    }
+}
+
+int main(void) {
+    test_begin("xtml");
+    if (!CHECK_EQ_INT(k3_tokenizer_open(&t, "demo", &err), K3_OK)) return test_finish();
+    CHECK_EQ_INT(marks_find(&marks, t, &err), K3_OK);
+    test_round_trip();
+    test_cuts();
+    test_noise();
+    test_odd_arguments();
+    k3_tokenizer_close(t);
+    return test_finish();
+}
