@@ -4598,6 +4598,14 @@ static int far_open(k3_engine *e, k3_error *err) {
     return e->far_sums ? 0 : e->mem.why;
 }
 
+/* All is loaded: what the disk gives is known, and boxes had time to answer, with a real model. */
+static void far_ready(k3_engine *e) {
+    if (!e->far) return;
+    if (e->plan.disk_bytes_per_s > 0)
+        e->disk_ns = 1e9 * (double)e->sh.expert_bytes / e->plan.disk_bytes_per_s;
+    tier_wait(e->far, 300);
+}
+
 static void far_close(k3_engine *e) {
     tier_close(e->far);
     ledger_give(&e->mem, e->far_block, e->far_bytes);
@@ -5659,7 +5667,7 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
     if (rc == 0) rc = disk_open(e, err);
     if (rc == 0) rc = far_open(e, err);
     if (rc == 0) rc = engine_load(e, err);
-    if (rc == 0 && e->far) tier_wait(e->far, 300); /* loading took longer, with a real model */
+    if (rc == 0) far_ready(e);
     fp_restore(fp);
     if (rc < 0) {
         k3_engine_close(e);

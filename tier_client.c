@@ -36,7 +36,7 @@ typedef struct {
 
 typedef struct {
     tier *t;
-    const char *name;
+    char name[280];
     tier_addr addr;
 
     pthread_mutex_t lock;
@@ -745,7 +745,7 @@ int tier_open(tier **out, const tier_model *m, const tier_options *o, void *bloc
             return -1;
         }
         b->t = t;
-        b->name = o->boxes[i];
+        snprintf(b->name, sizeof b->name, "%s", o->boxes[i]);
         box_carve(b, block, &used, m, o->max_rows);
         if (box_start(b) != 0) {
             snprintf(why, n_why, "tier: cannot start a thread for %s", b->name);

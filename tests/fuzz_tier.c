@@ -127,7 +127,7 @@ static void attack_client(size_t n) {
     t->next_id = 1;
     t->n_boxes = 1;
     b->t = t;
-    b->name = none[0];
+    strcpy(b->name, none[0]);
     b->max_rows = ROWS;
     box_carve(b, block, &used, &sv.m, ROWS);
     pthread_mutex_init(&b->lock, NULL);

@@ -217,10 +217,28 @@ check "another key" 0 --tier "unix:$T/keyed.sock" --psk-file "$T/other"
 check "a box without the key" 0 --tier "unix:$T/warm.sock" --psk-file "$T/key"
 [ "$(field far_served)" = 0 ] && pass || fail "a box without the key" "was believed"
 
+# Figures over HTTP, frames in words.
+port=$((20000 + $$ % 20000))
+box open --metrics 127.0.0.1:$port --dump "$T/dump"
+held open 256
+check "a box that writes down all frames" 300 --tier "unix:$T/open.sock"
+{ exec 3<>/dev/tcp/127.0.0.1/$port && printf 'GET /metrics HTTP/1.1\r\n\r\n' >&3 && cat <&3 >"$T/metrics"; } 2>"$T/err"
+exec 3>&-
+if grep -q '^HTTP/1.0 200' "$T/metrics" && grep -q '^k3_tier_experts_held 256' "$T/metrics"; then
+    pass
+else
+    fail "metrics" "$(head -1 "$T/metrics")"
+fi
+stop $box
+n=$(grep -c 'client [0-9]* -> request' "$T/dump")
+m=$(grep -c 'client [0-9]* <- reply' "$T/dump")
+[ "$n" -gt 100 ] && [ "$n" = "$m" ] && pass || fail "dump" "$n requests, $m replies"
+
 # It ends when told, with nothing left behind, and its memory stays in bounds.
 rss=$(stat_of warm resident_memory_bytes)
+box last
 stop $box
-[ ! -e "$T/keyed.sock" ] && pass || fail "SIGTERM" "the socket is still there"
+[ ! -e "$T/last.sock" ] && pass || fail "SIGTERM" "the socket is still there"
 check "warm box, once more" 300 --tier "unix:$T/warm.sock"
 grown=$(($(stat_of warm resident_memory_bytes) - rss))
 [ -n "${K3_SAN:-}" ] || { [ $grown -le 65536 ] && pass || fail "memory" "grew by $grown bytes in a run"; }
