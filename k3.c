@@ -4528,7 +4528,7 @@ static void far_settled(void *user, uint32_t ie, bool is_served) {
     if (!is_served) st->b->queue[st->n_queue++] = lo;
 }
 
-/* Take what boxes have answered; with `waits`, until all is settled. Returns how many were served. */
+/* Take what boxes have answered; with `waits`, until all is settled. Returns how many are done. */
 static uint32_t far_join(step *st, bool waits) {
     uint32_t n_far = st->n_far, n_rest = st->n_queue + st->n_audit;
     int64_t *Q = st->is_audit ? st->e->far_sums : st->b->moe.Q;
@@ -4555,7 +4555,8 @@ static int far_judge(step *st, uint32_t il) {
     if (e->opt.tier_audit == 1) return 0;
     return fail(st->err, K3_ECHECK,
                 "layer %u at position %llu: a far box gives wrong expert sums, and not all of its "
-                "answers were compared; what was computed so far may be wrong: run again without it",
+                "answers were compared; what was computed so far may be wrong: run again without "
+                "it",
                 il, (unsigned long long)st->pos);
 }
 

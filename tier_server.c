@@ -88,8 +88,8 @@ static inline void fp_default(void) {
 
 /* ==== 2. Experts: slots and heat =====================================================
  *
- * A slot holds one whole expert, read and checked, or is being filled, or is free. Heat is how often
- * clients wanted an expert, halved every minute. All of it is under one lock, which is held for
+ * A slot holds one whole expert, read and checked, or is being filled, or is free. Heat is how
+ * often clients wanted an expert, halved every minute. All of it is under one lock, which is held for
  * look-ups only: while a request is computed its slots are pinned.
  */
 typedef struct {

@@ -5,8 +5,8 @@
  * For requests of 0, 1, 2, 3 and 16 experts of one row, and for a chain of three dependent requests
  * of one expert each: 200 to warm up, then N (default 10000), their p50, p95 and p99, and of the
  * medians what is spent packing, queued, computing, joining and on the way. The first row is the
- * yardstick: a bare ping-pong of the same bytes as the empty request, both ends spinning, TCP_NODELAY
- * on loopback. Ends with the growth of the box's memory per request and the requests in vain.
+ * yardstick: a bare ping-pong of the same bytes as the empty request, both ends spinning,
+ * TCP_NODELAY on loopback. Ends with the number of requests in vain.
  * Includes the client; link k3.c.
  */
 #include "../experts.h"
