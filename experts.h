@@ -13,6 +13,10 @@
 #include "k3.h"
 #include "kernels.h"
 
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
 /* ---- 1. Six tensors ---------------------------------------------------------------
  *
  * In the order their bytes lie in a slot: w1, w3 [inter][latent], w2 [latent][inter]. */
@@ -24,6 +28,16 @@ typedef struct {
 } expert_view;
 
 /* ---- 2. Arithmetic (K3-SPEC 3.5, NUMERICS 2, 3, 5) --------------------------------- */
+
+/* Round to nearest, subnormals kept, no traps (NUMERICS 1): every thread that computes, on entry. A
+ * few cycles. */
+static inline void fp_default(void) {
+#if defined(__SSE2__)
+    _mm_setcsr(0x1f80);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
+#endif
+}
 
 #define EXPERT_TILE 96 /* rows a thread takes at a time; a multiple of K3_GROUP */
 

@@ -127,15 +127,6 @@ static uint64_t now_ns(void) {
     return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
-/* Round to nearest, subnormals kept, no traps (NUMERICS 1). A few cycles. */
-static inline void fp_default(void) {
-#if defined(__SSE2__)
-    _mm_setcsr(0x1f80);
-#elif defined(__aarch64__)
-    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
-#endif
-}
-
 /* The caller's own state, given back when a public function returns. */
 static uint64_t fp_save(void) {
 #if defined(__SSE2__)

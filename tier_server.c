@@ -77,15 +77,6 @@ static uint64_t clock_ns(void) {
     return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
-/* Round to nearest, subnormals kept (NUMERICS 1): every thread that computes, on entry. */
-static inline void fp_default(void) {
-#if defined(__SSE2__)
-    _mm_setcsr(0x1f80);
-#elif defined(__aarch64__)
-    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
-#endif
-}
-
 /* ==== 2. Experts: slots and heat =====================================================
  *
  * A slot holds one whole expert, read and checked, or is being filled, or is free. Heat is how

@@ -594,6 +594,7 @@ grep -q "pins: the first" "$T/err" && fail "one pin many times takes one slot" "
 # ---- Signals and closed pipes --------------------------------------------------------------
 
 for sig in INT TERM; do
+    : >"$T/out" # empty before it is looked at
     "$K3" run --no-stop --tokens 4000 "$PARIS" >"$T/out" 2>"$T/err" &
     pid=$!
     for _ in $(seq 200); do
@@ -606,6 +607,7 @@ for sig in INT TERM; do
     grep -aq "^ P" "$T/out" && grep -q "(interrupt)" "$T/err" && pass "SIG$sig: text and statistics" ||
         fail "SIG$sig: text and statistics" "missing"
 done
+rm -f "$T/rows"
 "$K3" run --json --no-stop --tokens 4000 --dump-logits "$T/rows" "$PARIS" >"$T/out" 2>"$T/err" &
 pid=$!
 for _ in $(seq 200); do
