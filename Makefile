@@ -17,7 +17,7 @@ K3_BITS = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errn
           -fno-trapping-math
 K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
 K3_OMP ?= -fopenmp
-K3_LIBS = -luring -lpcre2-8 -ljson-c -lzstd -lpthread -lm
+K3_LIBS = -luring -lpcre2-8 -ljson-c -lzstd -lcrypto -lpthread -lm
 
 # Line editing in `k3 chat`, where libedit is there; without it lines are read as they come.
 K3_EDIT := $(shell echo 'int el_init(void); int main(void) { return el_init(); }' | \
@@ -35,14 +35,16 @@ ALL_CFLAGS = $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_OMP) $(K3_SAN) $(K3_SETS:%=-DK
 DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/k3/demo"'
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
-ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(KERNELS)
+PARTS   = $(BUILD)/tier_client.o $(KERNELS)
+ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
-          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml
+          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
+          $(BUILD)/tier_chaos
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
-          $(BUILD)/replay_state
+          $(BUILD)/replay_state $(BUILD)/replay_tier
 
 .PHONY: all demo test test-model test-big asan tsan neon fuzz bench golden install clean help
-all: $(BUILD)/k3
+all: $(BUILD)/k3 $(BUILD)/k3-tier
 
 help:
 	@echo "make             build $(BUILD)/k3 ($(CC), $(K3_TARGET): ref $(K3_SETS)$(K3_EDIT:%= lib%))"
@@ -63,6 +65,10 @@ $(BUILD)/k3: $(BUILD)/k3_cli.o $(BUILD)/k3_chat.o $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
+$(BUILD)/k3-tier: $(BUILD)/tier_server.o $(ENGINE)
+	$(call say,LD   $@)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
+
 $(BUILD)/kernels_%.o: kernels_%.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(K3_FLAGS_$*) -c -o $@ $<
@@ -80,11 +86,31 @@ $(BUILD)/%.o: %.c | $(BUILD)
 	$(Q)$(CC) $(ALL_CFLAGS) -c -o $@ $<
 
 # Tests that include the file under test; unused statics are then no fault.
-$(BUILD)/test_engine $(BUILD)/test_model $(BUILD)/test_stream: $(BUILD)/%: tests/%.c $(KERNELS)
+$(BUILD)/test_engine $(BUILD)/test_model $(BUILD)/test_stream: $(BUILD)/%: tests/%.c $(PARTS)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(KERNELS) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(PARTS) $(K3_LIBS)
 
-$(BUILD)/test_state: tests/test_state.c $(BUILD)/k3_state.o $(KERNELS)
+$(BUILD)/tier_chaos: tests/tier_chaos.c | $(BUILD)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< -lcrypto
+
+# tier_server.c is included, the engine linked.
+$(BUILD)/test_tier: tests/test_tier.c $(ENGINE)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(ENGINE) $(K3_LIBS)
+
+# What a hop costs; not a test. The client is included.
+$(BUILD)/bench_tier: tests/bench_tier.c $(BUILD)/k3.o $(KERNELS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/k3.o $(KERNELS) $(K3_LIBS)
+
+# Client and server in one program, so without the client's object.
+$(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c $(BUILD)/k3.o $(KERNELS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ tests/fuzz_tier.c \
+	  tests/fuzz_replay.c $(BUILD)/k3.o $(KERNELS) $(K3_LIBS)
+
+$(BUILD)/test_state: tests/test_state.c $(BUILD)/k3_state.o $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
@@ -101,15 +127,15 @@ $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(K3_LIBS)
 
-$(BUILD)/test_kernels: tests/test_kernels.c $(BUILD)/k3.o $(KERNELS)
+$(BUILD)/test_kernels: tests/test_kernels.c $(BUILD)/k3.o $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 
-$(BUILD)/replay_%: tests/fuzz_%.c tests/fuzz_replay.c $(KERNELS)
+$(BUILD)/replay_%: tests/fuzz_%.c tests/fuzz_replay.c $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 
-$(BUILD)/replay_state: tests/fuzz_state.c tests/fuzz_replay.c $(BUILD)/k3_state.o $(KERNELS)
+$(BUILD)/replay_state: tests/fuzz_state.c tests/fuzz_replay.c $(BUILD)/k3_state.o $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< tests/fuzz_replay.c \
 	  $(filter %.o,$^) $(K3_LIBS)
@@ -163,7 +189,7 @@ golden: $(BUILD)/test_engine
 
 install: all
 	install -d "$(DESTDIR)$(PREFIX)/bin" "$(DESTDIR)$(PREFIX)/share/k3/demo"
-	install -m 755 $(BUILD)/k3 "$(DESTDIR)$(PREFIX)/bin/k3"
+	install -m 755 $(BUILD)/k3 $(BUILD)/k3-tier "$(DESTDIR)$(PREFIX)/bin/"
 	install -m 644 demo/* "$(DESTDIR)$(PREFIX)/share/k3/demo/"
 
 clean:

@@ -11,7 +11,7 @@
  *    8  Embedding and norms          (7, text to ids, is k3_text.c)
  *    9  KDA and MLA
  *   10  Router
- *   11  Experts: store, exact sum
+ *   11  Experts: store, far boxes, exact sum
  *   12  AttnRes, one layer, head
  *   13  Sampling
  * Who asks
@@ -19,6 +19,7 @@
  *   15  Sessions
  *   16  Oracle
  *   17  Public functions
+ *   18  What the tier server shares
  *
  * Invariants
  *   - docs/NUMERICS.md fixes every bit; docs/K3-SPEC.md says what is computed.
@@ -35,6 +36,8 @@
 
 #define K3_KERNELS_ELEMENTWISE
 #include "kernels.h"
+#include "experts.h"
+#include "tier.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -122,15 +125,6 @@ static uint64_t now_ns(void) {
     struct timespec ts;
     clock_gettime(CLOCK_MONOTONIC, &ts);
     return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
-}
-
-/* Round to nearest, subnormals kept, no traps (NUMERICS 1). A few cycles. */
-static inline void fp_default(void) {
-#if defined(__SSE2__)
-    _mm_setcsr(0x1f80);
-#elif defined(__aarch64__)
-    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
-#endif
 }
 
 /* The caller's own state, given back when a public function returns. */
@@ -988,8 +982,7 @@ static const tensor_def TENSOR[N_TENSORS] = {
     [T_SH_DOWN] = {MOE "shared_experts.down_proj.weight", IN_MOE, BF16, 2, {D_HIDDEN, D_SHARED}},
 };
 
-/* The six tensors of an expert, in the order their bytes lie in a slot. */
-enum { W1_PACKED, W1_SCALE, W3_PACKED, W3_SCALE, W2_PACKED, W2_SCALE, N_EXPERT_TENSORS };
+/* The six tensors of an expert (experts.h). */
 static const char *const EXPERT_TENSOR[N_EXPERT_TENSORS] = {"w1.weight_packed", "w1.weight_scale",
                                                             "w3.weight_packed", "w3.weight_scale",
                                                             "w2.weight_packed", "w2.weight_scale"};
@@ -2299,6 +2292,13 @@ struct k3_engine {
     pthread_mutex_t step, money; /* the latter guards the ledger and the fingerprint */
     uint64_t fingerprint;        /* 0: not yet asked for (section 14)                */
     k3_stats stats;
+    tier *far; /* the far boxes; NULL: none */
+    void *far_block;
+    uint64_t far_bytes;
+    uint32_t far_rows;       /* longest chunk they are asked about */
+    double disk_ns, pair_ns; /* running: one more expert from disk, one (position, expert) */
+    int64_t *far_sums; /* [far_rows][latent] answers that are computed here too; NULL: none */
+    uint64_t far_seed;
 };
 
 /* Read n bytes to `to` by way of the bounce buffer; `sum` is their XXH3, or NULL. What is too long
@@ -2696,11 +2696,6 @@ static void stream_reset(k3_engine *e) {
  *     every other read;
  *   - a failed read fails the step: an expert is never zeros.
  */
-
-/* Where the six tensors of an expert lie in memory. */
-typedef struct {
-    const uint8_t *p[N_EXPERT_TENSORS];
-} expert_view;
 
 /* Offsets of the six tensors in the order of the file, when they are back to back there. */
 static bool expert_is_whole(const k3_shape *sh, const expert_place *at, uint64_t *lo) {
@@ -3649,7 +3644,8 @@ typedef struct {
     uint32_t ie, first, n; /* pairs [first, first + n) of this expert      */
     uint32_t at;           /* its first pair in the batch being computed   */
     float weight;          /* sum of its router weights in the chunk       */
-    bool is_computed;
+    bool is_computed, is_far; /* is_far: a box was asked                   */
+    bool is_audit;         /* answered, to be computed here to compare     */
     slot *slot;            /* NULL: not asked for yet                      */
     expert_view view;
 } routed;
@@ -3692,6 +3688,11 @@ typedef struct {
     const uint16_t *kv_b; /* of the MLA layer at work     */
     uint32_t n_routed;    /* distinct experts of the MoE layer at work ... */
     uint32_t n_queue, i_queue; /* ... of them queue[i_queue..n_queue) not asked for yet */
+    uint32_t n_far, far_pairs; /* ... asked of far boxes and not settled; their pairs */
+    uint32_t n_audit;     /* ... answered, and still to be computed here to compare */
+    bool is_audit;        /* ... answers are computed here too */
+    bool is_timed;        /* ... what is not here is read from disk, since begun_ns */
+    uint64_t begun_ns;
     uint64_t done, total; /* positions x layers, for progress */
     k3_error *err;
 } step;
@@ -4365,23 +4366,19 @@ static uint32_t experts_sort(step *st) {
     return n;
 }
 
+static expert_math math_of(const step *st) {
+    const k3_shape *sh = &st->e->sh;
+    return (expert_math){st->k, sh->latent, sh->expert_inter, sh->situ_beta, sh->situ_linear_beta};
+}
+
 /* h = SiTU(w1 z, w3 z) for one tile of rows of one expert, packed as w2's input. */
 static void expert_inner(const step *st, const routed *r, size_t row, float *local) {
     const k3_shape *sh = &st->e->sh;
     const moe_bufs *m = &st->b->moe;
-    size_t lat = sh->latent, n = r->n, rows = tile_rows(row, sh->expert_inter);
-    const float *z = st->T == 1 ? m->zp : m->zpair + r->at * lat;
-    float *g = local, *u = local + n * rows, *h = m->hpair + r->at * (size_t)sh->expert_inter;
-    const uint8_t *const *w = r->view.p;
-    st->k->matmul_mxfp4(g, rows, w[W1_PACKED] + row * (lat / 2),
-                        w[W1_SCALE] + row * (lat / K3_GROUP), rows, lat, z, n);
-    st->k->matmul_mxfp4(u, rows, w[W3_PACKED] + row * (lat / 2),
-                        w[W3_SCALE] + row * (lat / K3_GROUP), rows, lat, z, n);
-    st->k->situ(g, g, u, sh->situ_beta, sh->situ_linear_beta, n * rows);
-    for (size_t j = 0; j < n; j++)
-        for (size_t i = 0; i < rows; i++)
-            h[k3_xp_group(sh->expert_inter, n, j, (row + i) / K3_GROUP) +
-              k3_xp_lane(i % K3_GROUP)] = g[j * rows + i];
+    const expert_math math = math_of(st);
+    expert_inner_rows(&math, &r->view, row, tile_rows(row, sh->expert_inter),
+                      st->T == 1 ? m->zp : m->zpair + r->at * (size_t)sh->latent, r->n,
+                      m->hpair + r->at * (size_t)sh->expert_inter, local);
 }
 
 /* Q += q40(w * (w2 h)) for one tile of rows of one expert. Returns the row of the first term that
@@ -4389,11 +4386,10 @@ static void expert_inner(const step *st, const routed *r, size_t row, float *loc
 static int64_t expert_outer(const step *st, const routed *r, size_t row, float *local) {
     const k3_shape *sh = &st->e->sh;
     const moe_bufs *m = &st->b->moe;
-    size_t inter = sh->expert_inter, n = r->n, rows = tile_rows(row, sh->latent);
-    const uint8_t *const *w = r->view.p;
-    st->k->matmul_mxfp4(local, rows, w[W2_PACKED] + row * (inter / 2),
-                        w[W2_SCALE] + row * (inter / K3_GROUP), rows, inter,
-                        m->hpair + r->at * inter, n);
+    const expert_math math = math_of(st);
+    size_t n = r->n, rows = tile_rows(row, sh->latent);
+    expert_outer_rows(&math, &r->view, row, rows, m->hpair + r->at * (size_t)sh->expert_inter, n,
+                      local);
     for (size_t j = 0; j < n; j++) {
         uint32_t pair = r->first + (uint32_t)j;
         size_t bad = st->k->add_q40(m->Q + st->b->pair_t[pair] * (size_t)sh->latent + row,
@@ -4454,6 +4450,162 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
                 (long long)bad_row);
 }
 
+/* ---- Far boxes ----
+ *
+ * What is not here, and a box has it in memory, is asked of the box in place of the disk
+ * (tier_client.c). Its sums are added to Q like our own; what does not come before reading and
+ * computing it here would have taken as long is read and computed here after all. So boxes change
+ * how long a layer takes, and never its bits. What is here stays here: a hop costs more than a
+ * resident expert (docs/PERFORMANCE.md). */
+
+/* A layer begins; what boxes have to say is passed on. */
+static void far_begin(step *st) {
+    const k3_options *o = &st->e->opt;
+    char line[512];
+    st->n_far = st->far_pairs = st->n_audit = 0;
+    st->is_audit = false;
+    st->is_timed = st->e->far != NULL;
+    if (!st->e->far) return;
+    st->begun_ns = now_ns();
+    tier_begin(st->e->far);
+    while (tier_note(st->e->far, line, sizeof line))
+        if (o->note) o->note(o->user, line);
+}
+
+/* An expert that is not here: does a box take it? */
+static bool far_ask(step *st, uint32_t il, routed *r) {
+    tier *far = st->e->far;
+    const struct scratch *b = st->b;
+    if (!far) return false;
+    r->is_far = st->T <= st->e->far_rows &&
+                tier_ask(far, il, r->ie, r->n, b->pair_t + r->first, b->pair_w + r->first);
+    if (!r->is_far) tier_wish(far, il, r->ie);
+    st->n_far += r->is_far;
+    st->far_pairs += r->is_far ? r->n : 0;
+    st->is_timed = st->is_timed && !r->is_far;
+    return r->is_far;
+}
+
+/* z is there: all boxes are sent their parts. They may take as long as we would. */
+static void far_send(step *st) {
+    k3_engine *e = st->e;
+    if (st->n_far == 0) return;
+    uint64_t here = (uint64_t)(st->n_far * e->disk_ns + st->far_pairs * e->pair_ns),
+             least = e->opt.tier_wait_us * 1000ull;
+    e->far_seed = e->far_seed * 6364136223846793005u + 1442695040888963407u;
+    st->is_audit = e->far_sums && (e->far_seed >> 33) % e->opt.tier_audit == 0;
+    if (st->is_audit) memset(e->far_sums, 0, st->T * e->sh.latent * sizeof *e->far_sums);
+    e->stats.far_audits += st->is_audit;
+    tier_send(e->far, st->b->moe.z, now_ns() + (here > least ? here : least));
+}
+
+/* What a box was asked for is in Q, or must be read after all. */
+static void far_settled(void *user, uint32_t ie, bool is_served) {
+    step *st = user;
+    uint32_t lo = 0, hi = st->n_routed - 1;
+    while (lo < hi) { /* routed[] is sorted by id */
+        uint32_t mid = (lo + hi) / 2;
+        if (st->b->routed[mid].ie < ie)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    routed *r = &st->b->routed[lo];
+    r->is_far = false;
+    r->is_audit = is_served && st->is_audit;
+    r->is_computed = is_served && !st->is_audit;
+    st->n_audit += r->is_audit;
+    st->n_far--;
+    if (!is_served) st->b->queue[st->n_queue++] = lo;
+}
+
+/* Take what boxes have answered; with `waits`, until all is settled. Returns how many are done. */
+static uint32_t far_join(step *st, bool waits) {
+    uint32_t n_far = st->n_far, n_rest = st->n_queue + st->n_audit;
+    int64_t *Q = st->is_audit ? st->e->far_sums : st->b->moe.Q;
+    if (n_far > 0) tier_join(st->e->far, waits, Q, far_settled, st);
+    return n_far - st->n_far - (st->n_queue + st->n_audit - n_rest);
+}
+
+/* All is in Q but what boxes answered: what it must become is known, now compute it here. */
+static void far_audit(step *st) {
+    for (size_t i = 0; i < st->T * st->e->sh.latent; i++) st->e->far_sums[i] += st->b->moe.Q[i];
+    for (uint32_t x = 0; x < st->n_routed; x++)
+        if (st->b->routed[x].is_audit) st->b->queue[st->n_queue++] = x;
+    st->n_audit = 0;
+}
+
+/* Q is our own: right. Boxes that said otherwise are done with; but what they said before, and
+ * nobody compared, cannot be taken back. */
+static int far_judge(step *st, uint32_t il) {
+    k3_engine *e = st->e;
+    if (!st->is_audit ||
+        memcmp(e->far_sums, st->b->moe.Q, st->T * e->sh.latent * sizeof *e->far_sums) == 0)
+        return 0;
+    tier_ban(e->far);
+    if (e->opt.tier_audit == 1) return 0;
+    return fail(st->err, K3_ECHECK,
+                "layer %u at position %llu: a far box gives wrong expert sums, and not all of its "
+                "answers were compared; what was computed so far may be wrong: run again without "
+                "it",
+                il, (unsigned long long)st->pos);
+}
+
+/* A layer's last expert from disk is here: what one costs, when all came from there. */
+static void far_time_disk(step *st) {
+    if (!st->is_timed || st->n_queue == 0) return;
+    double ns = (double)(now_ns() - st->begun_ns) / st->n_queue;
+    st->e->disk_ns = 0.8 * st->e->disk_ns + 0.2 * ns;
+}
+
+static void far_time_pairs(step *st, uint64_t start, uint32_t n_batch) {
+    uint32_t n = 0;
+    if (!st->e->far) return;
+    for (uint32_t x = 0; x < n_batch; x++) n += st->b->batch[x]->n;
+    double ns = (double)(now_ns() - start) / n;
+    st->e->pair_ns = st->e->pair_ns > 0 ? 0.8 * st->e->pair_ns + 0.2 * ns : ns;
+}
+
+static int far_open(k3_engine *e, k3_error *err) {
+    const k3_shape *sh = &e->sh;
+    const k3_options *o = &e->opt;
+    char why[400];
+    if (!o->tiers || !o->tiers[0] || o->headers_only || sh->n_dense == sh->n_layers) return 0;
+    tier_model m = {K3_NUMERICS_ID, 0,          sh->n_layers,     sh->n_dense,
+                    sh->n_experts,  sh->latent, sh->expert_inter, sh->top_k};
+    int rc = k3_expert_fingerprint(e, &m.fingerprint, err);
+    if (rc < 0) return rc;
+    e->far_rows = o->chunk && o->chunk < (int)TIER_MAX_ROWS ? (uint32_t)o->chunk : TIER_MAX_ROWS;
+    tier_options to = {o->tiers, o->tier_key, o->spin_us, e->far_rows};
+    e->far_bytes = tier_bytes(&m, &to);
+    e->far_block = ledger_take(&e->mem, e->far_bytes, "frames of far boxes", err);
+    if (!e->far_block) return e->mem.why;
+    if (tier_open(&e->far, &m, &to, e->far_block, why, sizeof why) < 0)
+        return fail(err, K3_EUSAGE, "%s", why);
+    e->disk_ns = (double)sh->expert_bytes; /* 1 GB/s, until a layer says */
+    e->far_seed = now_ns();                /* which answers are compared nobody can know */
+    if (o->tier_audit == 0) return 0;
+    e->far_sums = ledger_take(&e->mem, e->far_rows * (uint64_t)sh->latent * sizeof *e->far_sums,
+                              "answers of far boxes", err);
+    return e->far_sums ? 0 : e->mem.why;
+}
+
+/* All is loaded: what the disk gives is known, and boxes had time to answer, with a real model. */
+static void far_ready(k3_engine *e) {
+    if (!e->far) return;
+    if (e->plan.disk_bytes_per_s > 0)
+        e->disk_ns = 1e9 * (double)e->sh.expert_bytes / e->plan.disk_bytes_per_s;
+    tier_wait(e->far, 300);
+}
+
+static void far_close(k3_engine *e) {
+    tier_close(e->far);
+    ledger_give(&e->mem, e->far_block, e->far_bytes);
+    ledger_give(&e->mem, e->far_sums, e->far_rows * (uint64_t)e->sh.latent * sizeof *e->far_sums);
+}
+
+/* ---- Here ---- */
+
 /* Pin what is here or on its way; queue the rest by place in the files. Returns how many are
  * queued. */
 static uint32_t experts_pin(step *st, uint32_t il, uint32_t n_routed) {
@@ -4470,6 +4622,7 @@ static uint32_t experts_pin(step *st, uint32_t il, uint32_t n_routed) {
             e->stats.expert_hits += r->slot->state == SLOT_FULL;
             continue;
         }
+        if (far_ask(st, il, r)) continue;
         const expert_place *at = model_expert(&e->files, &e->sh, il, r->ie);
         uint32_t q = n_queue++; /* insertion: usually 16, in no order */
         for (; q > 0; q--) {
@@ -4523,7 +4676,7 @@ static void experts_guess(step *st, uint32_t il) {
         for (uint32_t i = 1; i < sh->top_k; i++)
             if (w[i] > w[best]) best = i;
         w[best] = -1.0f;
-        if (store_find(e, il, id[best])) continue;
+        if (store_find(e, il, id[best]) || (e->far && tier_has(e->far, il, id[best]))) continue;
         uint32_t i_slot = s->free[s->n_free - 1];
         if (!store_fetch(e, il, id[best], IO_GUESS)) return;
         s->guess[s->n_guess++] = i_slot;
@@ -4545,6 +4698,7 @@ static void experts_fetch(step *st, uint32_t il) {
 /* The router has spoken: the disk begins, before anything else is computed. */
 static void experts_begin(step *st, uint32_t il) {
     store_cool(st->e, il);
+    far_begin(st);
     st->n_routed = experts_sort(st);
     st->n_queue = experts_pin(st, il, st->n_routed);
     st->i_queue = 0;
@@ -4566,14 +4720,22 @@ static int experts(step *st, uint32_t il) {
             has_guessed = true;
             experts_guess(st, il + 1);
         }
+        uint32_t n_queue = st->n_queue;
+        n_left -= far_join(st, n_left == st->n_far + st->n_audit);
+        if (st->n_audit > 0 && n_left == st->n_audit) far_audit(st);
+        if (st->n_queue > n_queue) continue; /* to be read after all */
         int n_batch = experts_collect(st, st->n_routed), rc;
         if (n_batch < 0) return n_batch;
+        if (n_batch == 0 && n_left == st->n_far + st->n_audit) continue;
         if (n_batch == 0) {
             if ((rc = step_progress(st, il)) < 0) return rc;
             disk_wait_change(&e->io, seen);
             continue;
         }
+        if (n_left - st->n_far == (uint32_t)n_batch) far_time_disk(st);
+        uint64_t start = e->far ? now_ns() : 0;
         if ((rc = experts_compute(st, il, (uint32_t)n_batch)) < 0) return rc;
+        far_time_pairs(st, start, (uint32_t)n_batch);
         for (int x = 0; x < n_batch; x++) {
             routed *r = b->batch[x];
             r->is_computed = true;
@@ -4584,7 +4746,7 @@ static int experts(step *st, uint32_t il) {
         n_left -= (uint32_t)n_batch;
     }
     store_trim(e, il);
-    return 0;
+    return far_judge(st, il);
 }
 
 /* f = up(rms(r)) + shared(x) (K3-SPEC 3.5). */
@@ -4597,7 +4759,10 @@ static int moe(step *st, uint32_t il) {
     if (rc < 0 || (rc = router(st, il)) < 0) return rc;
     experts_begin(st, il);
     const job in[] = {{b->z, T_LAT_DOWN, xp}, {b->sg, T_SH_GATE, xp}, {b->su, T_SH_UP, xp}};
-    if ((rc = linear(st, il, T, in, 3)) < 0) return rc;
+    int n_first = st->n_far > 0 ? 1 : 3; /* boxes are waiting for z */
+    if ((rc = linear(st, il, T, in, n_first)) < 0) return rc;
+    far_send(st);
+    if ((rc = linear(st, il, T, in + n_first, 3 - n_first)) < 0) return rc;
     situ_pack_rows(e, T, b->shp, b->sg, b->su, e->sh.shared_inter);
     if ((rc = linear(st, il, T, &(job){b->up, T_SH_DOWN, b->shp}, 1)) < 0) return rc;
     pack_rows(e, T, b->zp, b->z, lat, lat);
@@ -5341,6 +5506,12 @@ void k3_session_stats(const k3_session *s, k3_stats *out) {
     out->stall_ns = e->io.stall_ns;
     pthread_mutex_unlock(&e->io.lock);
     out->resident_bytes = e->mem.used;
+    if (!e->far) return;
+    tier_stats far;
+    tier_stats_get(e->far, &far);
+    out->far_asked = far.asked;
+    out->far_served = far.served;
+    out->far_late = far.late;
 }
 
 /* ==== 16. Oracle ===================================================================== */
@@ -5414,6 +5585,7 @@ static const k3_kernels *kernels_pick(const char *name, k3_error *err) {
 void k3_options_default(k3_options *o) {
     memset(o, 0, sizeof *o);
     o->eps_lora = 1e-6f;
+    o->spin_us = 50;
 }
 
 static int engine_threads(int asked) {
@@ -5485,7 +5657,9 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
         rc = fail(err, K3_ENOMEM, "out of memory for %u layers", e->sh.n_layers);
     if (rc == 0) rc = sums_open(e, err);
     if (rc == 0) rc = disk_open(e, err);
+    if (rc == 0) rc = far_open(e, err);
     if (rc == 0) rc = engine_load(e, err);
+    if (rc == 0) far_ready(e);
     fp_restore(fp);
     if (rc < 0) {
         k3_engine_close(e);
@@ -5499,6 +5673,7 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
 
 void k3_engine_close(k3_engine *e) {
     if (!e) return;
+    far_close(e);
     disk_close(e);
     ledger_give(&e->mem, e->store.bytes, e->store.n_slots * e->store.slot_bytes);
     ledger_give(&e->mem, e->store.slots, e->store.meta_bytes);
@@ -5706,3 +5881,54 @@ static int64_t verify_all(k3_engine *e, bool is_writing, k3_error *err) {
 
 int64_t k3_engine_verify(k3_engine *e, k3_error *err) { return verify_all(e, false, err); }
 int64_t k3_engine_write_sums(k3_engine *e, k3_error *err) { return verify_all(e, true, err); }
+
+/* ==== 18. What the tier server shares ================================================
+ *
+ * `k3-tier` opens the same files with the same checks, but keeps experts only (experts.h).
+ */
+uint64_t k3_expert_room(const k3_engine *e) { return expert_room(&e->files, &e->sh); }
+
+const k3_kernels *k3_engine_table(const k3_engine *e) { return e->kern; }
+
+int k3_expert_read(k3_engine *e, uint32_t il, uint32_t ie, uint8_t *room, expert_view *x,
+                   k3_error *err) {
+    io_req req[N_EXPERT_TENSORS];
+    int n = expert_requests(e, il, ie, room, req), i_bad = -1;
+    for (int k = 0; k < n; k++) disk_submit(&e->io, &req[k], IO_DEMAND);
+    for (int k = 0; k < n; k++) {
+        disk_wait(&e->io, &req[k]);
+        if (req[k].state == IO_FAILED && i_bad < 0) i_bad = k;
+    }
+    if (i_bad >= 0)
+        return fail_in(err, disk_fail(&e->io, &req[i_bad], err), "expert %u of layer %u", ie, il);
+    expert_locate(e, il, ie, req, n, x);
+    return expert_check(&e->sh, il, ie, x, &e->files, err);
+}
+
+#define PRINT_SAMPLES 4
+#define PRINT_BYTES 64
+
+int k3_expert_fingerprint(k3_engine *e, uint64_t *out, k3_error *err) {
+    const k3_shape *sh = &e->sh;
+    uint32_t geometry[8] = {sh->n_layers, sh->n_dense,      sh->n_experts,
+                            sh->latent,   sh->expert_inter, sh->top_k};
+    geometry[6] = k3_f32_bits(sh->situ_beta);
+    geometry[7] = k3_f32_bits(sh->situ_linear_beta);
+    uint64_t h = XXH3_64bits(geometry, sizeof geometry), seed = 1;
+    for (uint64_t i = 0; i < (uint64_t)(sh->n_layers - sh->n_dense) * PRINT_SAMPLES; i++) {
+        uint8_t sample[PRINT_BYTES] = {0};
+        uint32_t il = sh->n_dense + (uint32_t)(i / PRINT_SAMPLES);
+        seed = seed * 6364136223846793005u + 1442695040888963407u;
+        uint32_t ie = (uint32_t)((seed >> 33) % sh->n_experts);
+        int k = (int)((seed >> 13) % N_EXPERT_TENSORS);
+        uint64_t n = expert_tensor_bytes(sh, k),
+                 at = n > PRINT_BYTES ? seed % (n - PRINT_BYTES) : 0;
+        const expert_place *p = model_expert(&e->files, sh, il, ie);
+        int rc = read_copy(&e->files.shards[p->shard[k]], 0, sample,
+                           n < PRINT_BYTES ? n : PRINT_BYTES, p->offset[k] + at, err);
+        if (rc < 0) return rc;
+        h = XXH3_64bits_withSeed(sample, sizeof sample, h);
+    }
+    *out = h;
+    return 0;
+}

@@ -101,6 +101,14 @@ typedef struct {
     const char *sums;      /* file of sums; NULL: k3.sums in model_dir, if it is there     */
     bool no_check;         /* do not compare what is read with sums                        */
 
+    /* Far boxes that hold experts in memory (`k3-tier`). None of these changes a bit either: what
+     * a box does not answer, or not in time, is computed here. */
+    const char *const *tiers; /* NULL-ended addresses: HOST:PORT, [V6]:PORT or unix:PATH   */
+    const char *tier_key;  /* file with a key that boxes must know and want to be shown    */
+    uint32_t spin_us;      /* a wait for a box spins so long before it sleeps              */
+    uint32_t tier_wait_us; /* wait at least so long; 0: no longer than it would take here  */
+    uint32_t tier_audit;   /* compute one answer in so many here as well; 0: none          */
+
     /* Notes the caller may show, one line each (a tensor nobody knows, a fallback). */
     void (*note)(void *user, const char *line);
     /* Called between layers and between pieces of loading; a non-zero return cancels the work.
@@ -231,6 +239,9 @@ typedef struct {
     uint64_t wasted_bytes;   /* read ahead and not used                     */
     uint64_t read_bytes;     /* bytes read from disk since open             */
     uint64_t resident_bytes; /* what the ledger counts                      */
+    uint64_t far_asked, far_served; /* experts asked of far boxes; and in their sums */
+    uint64_t far_late;       /* times that a box did not answer in time     */
+    uint64_t far_audits;     /* layers whose answers were computed here too */
 } k3_stats;
 void k3_session_stats(const k3_session *s, k3_stats *out);
 

@@ -148,6 +148,8 @@ typedef enum {
     KIND_TEXT,     /* const char *                                            */
     KIND_STOP,     /* appended to stop[]                                      */
     KIND_MIRROR,   /* appended to mirror[]                                    */
+    KIND_TIER,     /* appended to tier[]                                      */
+    KIND_PART,     /* uint64_t: N of 1/N                                      */
     KIND_CHOICE,   /* uint64_t: which of the words in `value`, from 0         */
     KIND_OPTIONAL, /* const char *, "" unless given as --name=VALUE           */
     KIND_COUNT,    /* uint64_t in [lo, hi]                                    */
@@ -177,6 +179,7 @@ typedef enum {
     G_OUTPUT,
     G_MODEL,
     G_DISK,
+    G_TIER,
     N_GROUP
 } option_group;
 
@@ -188,7 +191,8 @@ static const char *const GROUP_TITLE[N_GROUP] = {
     "Measuring",                     /* G_MEASURE */
     "Output",                        /* G_OUTPUT  */
     "Model and machine",             /* G_MODEL   */
-    "Disk, where weights do not fit" /* G_DISK    */
+    "Disk, where weights do not fit", /* G_DISK   */
+    "Far boxes (k3-tier)"            /* G_TIER    */
 };
 
 typedef struct {
@@ -370,6 +374,20 @@ static const cli_option OPTION[] = {
      "model directory, if it is there)"},
     {"--no-check", NULL, KIND_FLAG, AT(no_check), RUN | CHAT | BENCH | VERIFY | PLAN, G_DISK, NULL,
      0, 0, "do not compare what is read with checksums"},
+
+    {"--tier", "ADDR", KIND_TIER, 0, RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
+     "a box that holds experts in memory: HOST:PORT, [V6]:PORT or unix:PATH;\n"
+     "asked for what would be read from disk here (repeatable)"},
+    {"--psk-file", "FILE", KIND_TEXT, AT(psk_file), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
+     "the key that boxes ask for, and must themselves know"},
+    {"--spin-us", "N", KIND_COUNT, AT(spin_us), RUN | CHAT | BENCH, G_TIER, "50", 0, 1000000,
+     "a wait for a box spins so many microseconds before it sleeps"},
+    {"--tier-wait", "N", KIND_COUNT, AT(tier_wait), RUN | CHAT | BENCH, G_TIER, "0", 0, 60000000,
+     "wait at least so many microseconds for an answer; 0: no longer than it\n"
+     "would take to read and compute here"},
+    {"--tier-audit", "1/N", KIND_PART, AT(tier_audit), RUN | CHAT | BENCH, G_TIER, NULL, 1, 1u << 30,
+     "compute one layer in N here as well; a box whose sums differ is never\n"
+     "asked again, and unless N is 1 the run ends with exit 5"},
 };
 
 /* `given` has a place for each row. */
@@ -495,6 +513,22 @@ static int option_add_mirror(cli_args *a, const char *text) {
     return DONE;
 }
 
+static int option_set_part(const cli_option *o, cli_args *a, const char *text) {
+    uint64_t n;
+    if (strncmp(text, "1/", 2) != 0 || !parse_u64(text + 2, strlen(text + 2), &n) || n < o->lo ||
+        n > o->hi)
+        return fail(FAIL_USAGE, "%s: '%s' is not a part such as 1/100", o->name, text);
+    memcpy((char *)a + o->at, &n, sizeof n);
+    return DONE;
+}
+
+static int option_add_tier(cli_args *a, const char *text) {
+    if (!text[0]) return fail(FAIL_USAGE, "--tier: an empty text is no address");
+    if (a->n_tier == MAX_TIER) return fail(FAIL_USAGE, "--tier: at most %d boxes", MAX_TIER);
+    a->tier[a->n_tier++] = text;
+    return DONE;
+}
+
 /* Store one value, checked. */
 static int option_set(const cli_option *o, cli_args *a, const char *text) {
     void *field = (char *)a + o->at;
@@ -508,6 +542,8 @@ static int option_set(const cli_option *o, cli_args *a, const char *text) {
         a->stop[a->n_stop++] = text;
         return DONE;
     case KIND_MIRROR: return option_add_mirror(a, text);
+    case KIND_TIER: return option_add_tier(a, text);
+    case KIND_PART: return option_set_part(o, a, text);
     case KIND_CHOICE: return option_set_choice(o, a, text);
     case KIND_COUNT: return option_set_count(o, a, text);
     case KIND_REAL: return option_set_real(o, a, text);
@@ -940,6 +976,11 @@ k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     o.sums = a->sums;
     o.pins = a->pins;
     o.no_check = a->no_check || a->write_sums;
+    o.tiers = a->tier;
+    o.tier_key = a->psk_file;
+    o.spin_us = (uint32_t)a->spin_us;
+    o.tier_wait_us = (uint32_t)a->tier_wait;
+    o.tier_audit = (uint32_t)a->tier_audit;
     if (is_given(a, "--lora-eps")) o.eps_lora = a->lora_eps;
     if (a->golden) o.eps_lora = 1e-5f;
     o.note = console_note;
@@ -1571,6 +1612,11 @@ static void json_put_disk(json_object *o, const run_state *r) {
     json_put_count(o, "guesses", st.guesses);
     json_put_count(o, "guess_hits", st.guess_hits);
     json_put_count(o, "wasted_bytes", st.wasted_bytes);
+    if (!r->a->n_tier) return;
+    json_put_count(o, "far_asked", st.far_asked);
+    json_put_count(o, "far_served", st.far_served);
+    json_put_count(o, "far_late", st.far_late);
+    json_put_count(o, "far_audits", st.far_audits);
 }
 
 /* The --json object, complete, in one write. */
@@ -1623,6 +1669,13 @@ static void run_say_disk(const run_state *r) {
         fmt_bytes(ram, k3_engine_plan(r->e)->ram_bytes));
 }
 
+static void run_say_tier(const run_state *r) {
+    k3_stats st = timeline_stats(&r->line, &r->line.before);
+    say("tier: %llu experts asked for, %.0f %% of them served; %llu answers too late",
+        (unsigned long long)st.far_asked, percent(st.far_served, st.far_asked),
+        (unsigned long long)st.far_late);
+}
+
 /* The end: JSON or the last newline to stdout, statistics to stderr. */
 static int run_report(const run_state *r) {
     int rc = r->a->json ? run_json(r) : r->n_out ? out_write("\n", 1) : DONE;
@@ -1630,6 +1683,7 @@ static int run_report(const run_state *r) {
         fprintf(r->trace.f ? r->trace.f : stderr, "trace_fnv %016llx\n",
                 (unsigned long long)r->trace_fnv);
     if (r->says_disk) run_say_disk(r);
+    if (r->a->n_tier && !r->a->quiet) run_say_tier(r);
     if (!r->a->quiet)
         say("prompt %zu ids, %.1f tok/s; answer %zu ids, %.1f tok/s (%s); "
             "ids_fnv %016llx logits_fnv %016llx",

@@ -54,6 +54,7 @@ double percent(uint64_t part, uint64_t whole);
 enum {
     MAX_OPTION = 128,
     MAX_STOP = 32,
+    MAX_TIER = 16,
     MAX_REPEAT = 99,
     MAX_CONTEXT = 1 << 30,
     DEFAULT_CONTEXT = 4096
@@ -72,6 +73,10 @@ typedef struct {
     uint64_t io_depth;
     const char *mirror[K3_MAX_COPIES]; /* NULL-ended                          */
     size_t n_mirror;
+    const char *tier[MAX_TIER + 1]; /* NULL-ended                             */
+    size_t n_tier;
+    const char *psk_file;
+    uint64_t spin_us, tier_wait, tier_audit;
     bool no_look_ahead, no_check, write_sums, reader;
     const char *sums, *pins, *routing, *replay, *write_pins;
     float disk; /* GB/s                                                       */

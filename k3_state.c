@@ -627,6 +627,15 @@ int k3_session_load(k3_session *s, const char *path, void **app, size_t *n_app, 
  */
 #define PATH_BYTES 4352
 
+/* Did a writer of ours leave this? Its header comes last, so it begins with ours or with zeros. */
+static bool temp_is_ours(int fd, uint64_t size) {
+    uint8_t in[sizeof MAGIC] = {0};
+    static const uint8_t zeros[sizeof MAGIC];
+    if (size == 0) return true;
+    return pread(fd, in, sizeof in, 0) == (ssize_t)sizeof in &&
+           (memcmp(in, MAGIC, sizeof in) == 0 || memcmp(in, zeros, sizeof in) == 0);
+}
+
 /* Create or take over `path`: *fd is locked and empty. *fd < 0 with 0 returned: another process is
  * writing it. */
 static int temp_open(const char *path, int *fd_out, k3_error *err) {
@@ -644,12 +653,15 @@ static int temp_open(const char *path, int *fd_out, k3_error *err) {
         /* Renamed or removed by its owner between open and lock? Then it is not ours. */
         if (fstat(fd, &a) == 0 && lstat(path, &b) == 0 && a.st_dev == b.st_dev &&
             a.st_ino == b.st_ino) {
-            if (S_ISREG(a.st_mode) && ftruncate(fd, 0) == 0) {
+            bool is_ours = S_ISREG(a.st_mode) && temp_is_ours(fd, (uint64_t)a.st_size);
+            if (is_ours && ftruncate(fd, 0) == 0) {
                 *fd_out = fd;
                 return 0;
             }
             close(fd);
-            return fail(err, K3_EIO, "%s: cannot be written anew", path);
+            return fail(err, K3_EIO, "%s: %s", path,
+                        is_ours ? "cannot be written anew"
+                                : "is in the way, and no state that was being written; move it");
         }
         close(fd);
     }

@@ -144,6 +144,9 @@ for n in 1 2 3 4 5 6 7 8; do
 done
 ask 343 --save "$T/a.k3s" >/dev/null 2>&1
 expect "the temporary file is taken over" "$? $(find "$T" -name 'a.k3s.tmp' | wc -l | tr -d ' ')" "0 0"
+echo precious >"$T/q.k3s.tmp"
+ask 343 --save "$T/q.k3s" >/dev/null 2>"$T/err"
+expect "another's file in the way" "$? $(cat "$T/q.k3s.tmp") $(grep -c 'q.k3s.tmp: is in the way' "$T/err")" "1 precious 1"
 
 echo "test_cache: $n_passed passed, $n_failed failed, 0 skipped"
 [ $n_failed -eq 0 ]

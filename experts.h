@@ -1,0 +1,95 @@
+/* experts.h - one expert's arithmetic and bytes, for the two programs that compute experts.
+ *
+ * k3.c computes them beside the trunk, tier_server.c for others; a second copy of the arithmetic
+ * would sooner or later give a second set of bits. Three parts:
+ *   1. the six tensors of an expert and where they lie;
+ *   2. one tile of rows of w1, w3 and of w2, inline;
+ *   3. what k3.c does for the server: read an expert, checked, and name the model.
+ * Internal: nothing here is part of the library's interface.
+ */
+#ifndef K3_EXPERTS_H
+#define K3_EXPERTS_H
+
+#include "k3.h"
+#include "kernels.h"
+
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+/* ---- 1. Six tensors ---------------------------------------------------------------
+ *
+ * In the order their bytes lie in a slot: w1, w3 [inter][latent], w2 [latent][inter]. */
+enum { W1_PACKED, W1_SCALE, W3_PACKED, W3_SCALE, W2_PACKED, W2_SCALE, N_EXPERT_TENSORS };
+
+/* Where they lie in memory. */
+typedef struct {
+    const uint8_t *p[N_EXPERT_TENSORS];
+} expert_view;
+
+/* ---- 2. Arithmetic (K3-SPEC 3.5, NUMERICS 2, 3, 5) --------------------------------- */
+
+/* Round to nearest, subnormals kept, no traps (NUMERICS 1): every thread that computes, on entry. A
+ * few cycles. */
+static inline void fp_default(void) {
+#if defined(__SSE2__)
+    _mm_setcsr(0x1f80);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
+#endif
+}
+
+#define EXPERT_TILE 96 /* rows a thread takes at a time; a multiple of K3_GROUP */
+
+typedef struct {
+    const k3_kernels *k;
+    size_t latent, inter;
+    float beta, linear_beta;
+} expert_math;
+
+/* h = SiTU(w1 z, w3 z), rows [row, row + rows) of inter, packed as w2's input.
+ *
+ * Shapes  zp: packed f32[n][latent]   hp: packed f32[n][inter]   local: f32[2 n rows]
+ *         row % K3_GROUP == 0; rows % K3_GROUP == 0 */
+static inline void expert_inner_rows(const expert_math *m, const expert_view *x, size_t row,
+                                     size_t rows, const float *zp, size_t n, float *hp,
+                                     float *local) {
+    size_t lat = m->latent;
+    float *g = local, *u = local + n * rows;
+    m->k->matmul_mxfp4(g, rows, x->p[W1_PACKED] + row * (lat / 2),
+                       x->p[W1_SCALE] + row * (lat / K3_GROUP), rows, lat, zp, n);
+    m->k->matmul_mxfp4(u, rows, x->p[W3_PACKED] + row * (lat / 2),
+                       x->p[W3_SCALE] + row * (lat / K3_GROUP), rows, lat, zp, n);
+    m->k->situ(g, g, u, m->beta, m->linear_beta, n * rows);
+    for (size_t j = 0; j < n; j++)
+        for (size_t i = 0; i < rows; i++)
+            hp[k3_xp_group(m->inter, n, j, (row + i) / K3_GROUP) + k3_xp_lane(i % K3_GROUP)] =
+                g[j * rows + i];
+}
+
+/* y = w2 h, rows [row, row + rows) of latent; y: f32[n][rows]. */
+static inline void expert_outer_rows(const expert_math *m, const expert_view *x, size_t row,
+                                     size_t rows, const float *hp, size_t n, float *y) {
+    m->k->matmul_mxfp4(y, rows, x->p[W2_PACKED] + row * (m->inter / 2),
+                       x->p[W2_SCALE] + row * (m->inter / K3_GROUP), rows, m->inter, hp, n);
+}
+
+/* ---- 3. Bytes ---------------------------------------------------------------------- */
+
+/* Memory, 4096-aligned, that reading one expert of this model needs. */
+uint64_t k3_expert_room(const k3_engine *e);
+
+/* Read expert `ie` of layer `il` into `room` and say where its tensors are. Sums are compared if
+ * the model has any, scale codes are checked. Any number of threads may call this at once.
+ * Errors  K3_EIO, K3_EMODEL: as a step of the engine would say them */
+int k3_expert_read(k3_engine *e, uint32_t il, uint32_t ie, uint8_t *room, expert_view *x,
+                   k3_error *err);
+
+/* XXH3 over the geometry that experts depend on and over samples of their bytes, four of each
+ * layer: the same for every copy of a model however its shards are cut.
+ * Errors  K3_EIO */
+int k3_expert_fingerprint(k3_engine *e, uint64_t *out, k3_error *err);
+
+const k3_kernels *k3_engine_table(const k3_engine *e);
+
+#endif

@@ -1,0 +1,328 @@
+/* test_tier.c - the far box from inside: the wire's limits, exact sums, honest bitmaps.
+ *
+ *     test_tier DEMO_DIR
+ *
+ * tier_server.c is included, so that requests can be computed and experts come and go without
+ * sockets and threads. Sums are compared with a scalar computation written from docs/NUMERICS.md 2
+ * to 5; proofs with values of Python's hmac module.
+ */
+#define TIER_SERVER_TEST
+#include "../tier_server.c"
+#include "test.h"
+
+#define N_ROWS 3
+
+static server sv;
+static float z[N_ROWS * 4096];
+
+/* ---- A request, packed by hand ---- */
+
+typedef struct {
+    uint32_t ie, n, row[N_ROWS];
+    float w[N_ROWS];
+} want;
+
+static size_t request_pack(uint8_t *p, uint32_t il, uint32_t n_rows, const want *x, uint32_t n) {
+    uint8_t *to = p + TIER_FIXED_BYTES;
+    uint32_t n_pairs = 0;
+    for (uint32_t i = 0; i < n; i++) n_pairs += x[i].n;
+    memset(p, 0, TIER_FIXED_BYTES);
+    tier_put16(p, il);
+    tier_put16(p + 2, n_rows);
+    tier_put16(p + 4, n);
+    tier_put32(p + 8, n_pairs);
+    tier_put32(p + 12, 1000000);
+    memcpy(to, z, n_rows * sv.m.latent * 4);
+    to += n_rows * sv.m.latent * 4;
+    for (uint32_t i = 0; i < n; i++, to += 4) {
+        tier_put16(to, x[i].ie);
+        tier_put16(to + 2, x[i].n);
+    }
+    for (uint32_t i = 0; i < n; i++)
+        for (uint32_t j = 0; j < x[i].n; j++, to += 4) memcpy(to, &x[i].w[j], 4);
+    for (uint32_t i = 0; i < n; i++)
+        for (uint32_t j = 0; j < x[i].n; j++, to += 2) tier_put16(to, x[i].row[j]);
+    return (size_t)(to - p);
+}
+
+/* ---- The scalar definition ---- */
+
+static float weight(const uint8_t *q, const uint8_t *s, size_t n, size_t row, size_t i) {
+    uint8_t byte = q[row * (n / 2) + i / 2];
+    return k3_e2m1(i % 2 ? byte >> 4 : byte & 15) * k3_e8m0(s[row * (n / 32) + i / 32]);
+}
+
+static float dot16(const uint8_t *q, const uint8_t *s, size_t n, size_t row, const float *x) {
+    float acc[16] = {0};
+    for (size_t g = 0; g < n; g += 32) {
+        for (size_t l = 0; l < 16; l++)
+            acc[l] = fmaf(weight(q, s, n, row, g + 2 * l), x[g + 2 * l], acc[l]);
+        for (size_t l = 0; l < 16; l++)
+            acc[l] = fmaf(weight(q, s, n, row, g + 2 * l + 1), x[g + 2 * l + 1], acc[l]);
+    }
+    for (size_t k = 8; k > 0; k /= 2)
+        for (size_t l = 0; l < k; l++) acc[l] = acc[l] + acc[l + k];
+    return acc[0] + 0.0f;
+}
+
+/* Q += q40(w E(z)) of one expert and row. */
+static void expert_scalar(uint32_t il, uint32_t ie, const float *x, float w, int64_t *Q) {
+    const slot *sl = &sv.st.slots[sv.st.slot_of[index_of(&sv, il, ie)]];
+    const uint8_t *const *p = sl->view.p;
+    float h[4096];
+    for (size_t i = 0; i < sv.m.inter; i++)
+        h[i] = k3_situ(dot16(p[W1_PACKED], p[W1_SCALE], sv.m.latent, i, x),
+                       dot16(p[W3_PACKED], p[W3_SCALE], sv.m.latent, i, x), sv.math.beta,
+                       sv.math.linear_beta);
+    for (size_t i = 0; i < sv.m.latent; i++)
+        Q[i] += k3_q40(w * dot16(p[W2_PACKED], p[W2_SCALE], sv.m.inter, i, h));
+}
+
+/* ---- Parts ---- */
+
+/* Read what warm_next offers, without threads. Returns how many. */
+static uint32_t warm_all(void) {
+    uint32_t n = 0;
+    size_t i;
+    int32_t i_slot;
+    while (warm_next(&sv, &i, &i_slot)) {
+        expert_view x;
+        k3_error err = {{0}};
+        int rc = k3_expert_read(sv.e, sv.m.n_dense + (uint32_t)(i / sv.m.n_experts),
+                                (uint32_t)(i % sv.m.n_experts),
+                                sv.st.bytes + (uint64_t)i_slot * sv.st.slot_bytes, &x, &err);
+        CHECK_EQ_INT(rc, 0);
+        warm_done(&sv, i, i_slot, rc, &x);
+        n++;
+    }
+    return n;
+}
+
+static void open_server(const char *dir, uint64_t ram) {
+    memset(&sv, 0, sizeof sv);
+    sv.o = (options){.model_dir = dir, .ram = ram, .clients = 1, .threads = 2};
+    pthread_mutex_init(&sv.st.lock, NULL);
+    pthread_cond_init(&sv.st.work, NULL);
+    CHECK_EQ_INT(model_open(&sv), DONE);
+    CHECK_EQ_INT(memory_open(&sv), DONE);
+    sv.st.is_filling = true;
+}
+
+/* Three rows, five experts of several pairs: bits of the scalar definition. */
+static void test_sums(void) {
+    static uint8_t in[65536], out[65536];
+    static int64_t Q[N_ROWS][4096];
+    want x[5] = {{0, 1, {1}, {0.5f}},
+                 {3, 3, {0, 1, 2}, {0.25f, 1.0f, 2.0f}},
+                 {7, 2, {0, 2}, {0.125f, 0.3f}},
+                 {30, 1, {2}, {0.7f}},
+                 {31, 1, {0}, {1.5f}}};
+    uint64_t seed = 5;
+    uint32_t il = sv.m.n_dense + 1;
+    tier_request r;
+    tier_reply a;
+    for (size_t i = 0; i < N_ROWS * sv.m.latent; i++)
+        z[i] = (float)((int64_t)(test_random(&seed) % 2000) - 1000) * 0x1p-8f;
+    for (int round = 0; round < 3; round++) {
+        uint32_t n_rows = round == 2 ? 1 : N_ROWS, n = round == 2 ? 1 : 5;
+        if (round == 1) x[1].w[2] = 1e30f; /* breaks NUMERICS 5: all of expert 3 is missing */
+        if (round == 2) x[0].row[0] = 0;
+        size_t len = request_pack(in, il, n_rows, x, n);
+        CHECK(tier_request_parse(&sv.m, TIER_MAX_ROWS, in, len, &r) == NULL);
+        len = compute_request(&sv, &r, (const float *)(const void *)r.z, false, out);
+        CHECK(tier_reply_parse(&sv.m, out, len, &a) == NULL);
+        CHECK_EQ_INT(a.il, il);
+        CHECK_EQ_INT(a.n_rows, n_rows);
+        CHECK_EQ_INT(a.served[0], round == 0 ? 31 : round == 1 ? 31 - 2 : 1);
+        memset(Q, 0, sizeof Q);
+        for (uint32_t i = 0; i < n; i++)
+            for (uint32_t j = 0; j < x[i].n && (round != 1 || i != 1); j++)
+                expert_scalar(il, x[i].ie, z + x[i].row[j] * sv.m.latent, x[i].w[j],
+                              Q[x[i].row[j]]);
+        for (uint32_t t = 0; t < n_rows; t++)
+            CHECK_EQ_MEM(a.sums + t * sv.m.latent * 8, Q[t], sv.m.latent * 8);
+    }
+    size_t len = request_pack(in, il, N_ROWS, x, 5);
+    CHECK(tier_request_parse(&sv.m, TIER_MAX_ROWS, in, len, &r) == NULL);
+    len = compute_request(&sv, &r, (const float *)(const void *)r.z, true, out); /* too late */
+    CHECK(tier_reply_parse(&sv.m, out, len, &a) == NULL);
+    CHECK_EQ_INT(a.n_rows, 0);
+    CHECK_EQ_INT(a.served[0], 0);
+    for (uint32_t i = 0; i < sv.st.n_slots; i++)
+        if (sv.st.slots[i].pins != 0) CHECK_EQ_INT(sv.st.slots[i].pins, 0);
+}
+
+/* Every way to break a request is refused; every shorter one too. */
+static void test_limits(void) {
+    static uint8_t in[65536], bad[65536];
+    want x[2] = {{1, 2, {0, 1}, {0.5f, 1.0f}}, {4, 1, {1}, {0.25f}}};
+    tier_request r;
+    uint32_t il = sv.m.n_dense;
+    size_t len = request_pack(in, il, 2, x, 2), lat = sv.m.latent * 8, e = TIER_FIXED_BYTES + lat;
+    CHECK(tier_request_parse(&sv.m, TIER_MAX_ROWS, in, len, &r) == NULL);
+    for (size_t n = 0; n < len; n++)
+        if (!tier_request_parse(&sv.m, TIER_MAX_ROWS, in, n, &r)) CHECK(!"a short request");
+    CHECK(tier_request_parse(&sv.m, TIER_MAX_ROWS, in, len + 1, &r) != NULL);
+    CHECK(tier_request_parse(&sv.m, 1, in, len, &r) != NULL);
+    const struct {
+        size_t at;
+        uint16_t v;
+    } fault[] = {{0, (uint16_t)(il - 1)},
+                 {0, (uint16_t)sv.m.n_layers},
+                 {2, 513},
+                 {4, 60000},
+                 {6, 1},
+                 {8, 65535},
+                 {10, 1},
+                 {e, 4},
+                 {e, 5},
+                 {e + 4, 32},
+                 {e + 2, 0},
+                 {e + 2, 3},
+                 {e + 6, 0},
+                 {e + 6, 2},
+                 {e + 20, 1},
+                 {e + 22, 0},
+                 {e + 24, 2},
+                 {TIER_FIXED_BYTES + 2, 0x7f80},
+                 {e + 10, 0xff80},
+                 {e + 10, 0x7fc0}};
+    for (size_t i = 0; i < COUNT(fault); i++) {
+        memcpy(bad, in, len);
+        tier_put16(bad + fault[i].at, fault[i].v);
+        if (!tier_request_parse(&sv.m, TIER_MAX_ROWS, bad, len, &r)) {
+            printf("fault %zu\n", i);
+            CHECK(!"a faulty request was taken");
+        }
+    }
+    tier_reply a;
+    memset(bad, 0, 24);
+    tier_put16(bad + 4, 3);
+    CHECK(tier_reply_parse(&sv.m, bad, 24, &a) == NULL);
+    bad[16] = 8; /* expert 3 of 3 */
+    CHECK(tier_reply_parse(&sv.m, bad, 24, &a) != NULL);
+    bad[16] = 0;
+    CHECK(tier_reply_parse(&sv.m, bad, 23, &a) != NULL);
+    tier_put16(bad + 2, 1);
+    CHECK(tier_reply_parse(&sv.m, bad, 24, &a) != NULL);
+}
+
+static void test_frames(void) {
+    uint8_t f[TIER_HEAD_BYTES + 8] = {0};
+    tier_head h;
+    memcpy(f + TIER_HEAD_BYTES, "payload", 8);
+    CHECK_EQ_INT(tier_seal(f, TIER_WISH, 0x1122334455667788u, 8), TIER_HEAD_BYTES + 8);
+    CHECK_EQ_MEM(f, "K3T\1\x9\0\0\0\x8\0\0\0\0\0\0\0\x88\x77\x66\x55\x44\x33\x22\x11", 24);
+    CHECK(tier_head_parse(f, &h) == NULL && h.sum == tier_sum(f, 8) && h.n == 8);
+    for (size_t i = 0; i < sizeof f; i++) { /* any flipped bit is seen */
+        f[i] ^= 0x10;
+        bool is_seen = tier_head_parse(f, &h) != NULL || h.n != 8 || tier_sum(f, 8) != h.sum;
+        if (!is_seen) CHECK_EQ_INT(i, -1);
+        f[i] ^= 0x10;
+    }
+    tier_put32(f + 8, TIER_MAX_FRAME + 1);
+    CHECK(tier_head_parse(f, &h) != NULL);
+}
+
+/* Values of Python: hmac.new(bytes(range(32)), who + hello + nonce, 'sha256'), the hello being
+ * bytes (7 i) % 256, the nonce bytes 200 + i. */
+static void test_proof(void) {
+    static const uint8_t server_want[32] = {0xaf, 0xfa, 0x4b, 0x61, 0x96, 0xc0, 0x0b, 0x64,
+                                            0xf9, 0xb8, 0xd1, 0x58, 0xff, 0xea, 0x34, 0x92,
+                                            0x29, 0x24, 0x80, 0x9d, 0x3d, 0x51, 0xda, 0x3b,
+                                            0x07, 0x9b, 0xcb, 0x38, 0xf5, 0x20, 0x11, 0x4e},
+                         client_want[32] = {0x1e, 0x1e, 0xdd, 0x9b, 0xba, 0x93, 0xb8, 0x09,
+                                            0xdf, 0xc9, 0x0a, 0x76, 0x27, 0x22, 0xd8, 0xb4,
+                                            0x2f, 0x1a, 0x3e, 0xb5, 0xed, 0x9b, 0x55, 0x04,
+                                            0xb4, 0x91, 0xa4, 0xd8, 0x7c, 0xd8, 0xe9, 0x7d};
+    tier_key key = {.n = 32};
+    uint8_t hello[TIER_HELLO_BYTES], nonce[TIER_NONCE_BYTES], got[32];
+    for (int i = 0; i < 32; i++) key.bytes[i] = (uint8_t)i;
+    for (size_t i = 0; i < sizeof hello; i++) hello[i] = (uint8_t)(7 * i);
+    for (size_t i = 0; i < sizeof nonce; i++) nonce[i] = (uint8_t)(200 + i);
+    tier_proof(&key, "k3-tier server", hello, nonce, got);
+    CHECK_EQ_MEM(got, server_want, 32);
+    tier_proof(&key, "k3-tier client", hello, nonce, got);
+    CHECK_EQ_MEM(got, client_want, 32);
+}
+
+static void test_addresses(void) {
+    static const char *const good[][3] = {{"box", "box", TIER_PORT},
+                                          {"box:1", "box", "1"},
+                                          {":80", "127.0.0.1", "80"},
+                                          {"[::1]:9", "::1", "9"},
+                                          {"[fe80::1%eth0]", "fe80::1%eth0", TIER_PORT}};
+    static const char *const bad[] = {"box:",  "box:x",     "box:70000", "::1",       "[::1",
+                                      "unix:", "[::1]junk", "a:1:2",     "box:123456"};
+    tier_addr a;
+    for (size_t i = 0; i < COUNT(good); i++) {
+        CHECK(tier_addr_parse(good[i][0], &a));
+        CHECK_EQ_STR(a.host, good[i][1]);
+        CHECK_EQ_STR(a.port, good[i][2]);
+    }
+    for (size_t i = 0; i < COUNT(bad); i++)
+        if (tier_addr_parse(bad[i], &a)) CHECK_EQ_STR(bad[i], "refused");
+    CHECK(tier_addr_parse("unix:/run/k3", &a) && a.is_unix);
+    CHECK_EQ_STR(a.path, "/run/k3");
+}
+
+static bool is_held(uint32_t il, uint32_t ie) {
+    const uint8_t *map = sv.st.held + (il - sv.m.n_dense) * tier_map_bytes(sv.m.n_experts);
+    bool is = map[ie / 8] >> ie % 8 & 1;
+    CHECK_EQ_INT(is, sv.st.slot_of[index_of(&sv, il, ie)] != NONE);
+    return is;
+}
+
+/* Room for three: what is wanted comes, the coldest goes, what is in use stays. */
+static void test_store(const char *dir) {
+    uint8_t wish[4 * 40];
+    expert_view x;
+    uint32_t il = sv.m.n_dense;
+    server_close(&sv);
+    open_server(dir, 1u << 30);
+    sv.st.is_filling = false;
+    sv.st.n_slots = sv.st.n_free = 3;
+    for (uint32_t i = 0; i < 3; i++) sv.st.free[i] = i;
+    CHECK_EQ_INT(warm_all(), 0);
+    for (int k = 0; k < 3; k++) { /* experts 5, 6, 7: wanted 10, 12 and 14 times */
+        for (int i = 0; i < 10 + 2 * k; i++) {
+            tier_put16(wish + 4 * i, il);
+            tier_put16(wish + 4 * i + 2, 5 + (uint32_t)k);
+        }
+        store_wish(&sv, wish, 4 * (10 + 2 * (size_t)k));
+    }
+    CHECK_EQ_INT(warm_all(), 3);
+    CHECK(is_held(il, 5) && is_held(il, 6) && is_held(il, 7));
+    tier_put16(wish + 2, 9);
+    store_wish(&sv, wish, 4);
+    CHECK_EQ_INT(warm_all(), 0); /* hardly wanted: nobody makes room */
+    for (int i = 0; i < 40; i++) {
+        tier_put16(wish + 4 * i, il);
+        tier_put16(wish + 4 * i + 2, 9);
+    }
+    int32_t pinned = store_pin(&sv, il, 5, 0, &x);
+    CHECK(pinned != NONE);
+    store_wish(&sv, wish, 4 * 40);
+    uint32_t version = sv.st.version[0];
+    CHECK_EQ_INT(warm_all(), 1);
+    CHECK(is_held(il, 5)); /* the coldest, but in use */
+    CHECK(!is_held(il, 6) && is_held(il, 7) && is_held(il, 9));
+    CHECK_EQ_INT(sv.st.version[0], version + 2);
+    CHECK_EQ_INT(store_pin(&sv, il, 6, 1, &x), NONE);
+    CHECK_EQ_INT(sv.st.n_evicted, 1);
+}
+
+int main(int argc, char **argv) {
+    const char *dir = argc > 1 ? argv[1] : "demo";
+    test_begin("tier_box");
+    open_server(dir, 1u << 30);
+    CHECK_EQ_INT(warm_all(), (int64_t)sv.n_moe * sv.m.n_experts);
+    test_sums();
+    test_limits();
+    test_frames();
+    test_proof();
+    test_addresses();
+    test_store(dir);
+    server_close(&sv);
+    return test_finish();
+}

@@ -1,0 +1,247 @@
+#!/usr/bin/env bash
+# test_tier.sh - one hash, whatever the far boxes do.
+#
+#     K3=build/k3 K3_TIER=build/k3-tier CHAOS=build/tier_chaos tests/test_tier.sh MODEL
+#
+# Runs of one prompt with hardly any memory for experts, so that every layer asks the boxes: none,
+# dead, warm, cold, half full, two and four with uneven and overlapping shares, killed and started
+# again while text is made, and behind a proxy that lies in every way it knows (tier_chaos.c). Each
+# must give the logits_fnv of a run without boxes. Where a box is well its help must also show.
+set -u
+export LC_ALL=C
+export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
+K3=${K3:-build/k3}
+K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier}
+CHAOS=${CHAOS:-$(dirname "$K3")/tier_chaos}
+MODEL=${1:-demo}
+T=$(mktemp -d "${TMPDIR:-/tmp}/k3-tier-XXXXXX") || exit 1
+n_passed=0 n_failed=0 n_skipped=0
+pids=()
+stop() { # PID...
+    { kill "$@" && wait "$@"; } 2>/dev/null
+}
+trap '[ ${#pids[@]} = 0 ] || stop "${pids[@]}"; rm -rf "$T"' EXIT
+prompt="Once upon a time there was a duck"
+args=(-q --json --no-stop --model "$MODEL" --tokens "${TOKENS:-24}" --threads 1 "$prompt")
+
+field() { sed -n "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/p" "$T/out"; }
+pass() { n_passed=$((n_passed + 1)); }
+fail() {
+    n_failed=$((n_failed + 1))
+    echo "FAIL $1: $2"
+    head -3 "$T/err" | sed 's/^/     /'
+}
+# box NAME OPTION...: a server on $T/NAME.sock; its pid in $box
+box() {
+    local name=$1
+    shift
+    "$K3_TIER" -q --model "$MODEL" --ram "${BOX_RAM:-1G}" --threads 1 --listen "unix:$T/$name.sock" "$@" 2>"$T/$name.err" &
+    box=$!
+    pids+=($box)
+    for _ in $(seq 300); do [ -S "$T/$name.sock" ] && return; sleep 0.02; done
+    echo "box $name does not start:"
+    cat "$T/$name.err"
+    exit 1
+}
+# held NAME N: wait until the box holds N experts
+held() {
+    for _ in $(seq 300); do
+        [ "$("$K3_TIER" status "unix:$T/$1.sock" | awk '$1 == "experts_held" { print $2 }')" -ge "$2" ] && return
+        sleep 0.02
+    done
+    echo "box $1 does not warm up"
+}
+stat_of() { "$K3_TIER" status "unix:$T/$1.sock" | awk -v k="$2" '$1 == k { print $2 }'; }
+
+# check NAME SERVED RUN_OPTIONS...: the hash, and at least SERVED experts from boxes
+check() {
+    [ -z "${TIMES:-}" ] || date "+%M:%S.%N $1"
+    local name=$1 least=$2
+    shift 2
+    "$K3" run "${args[@]}" --ram "$ram" --tier-wait "${WAIT:-200000}" "$@" >"$T/out" 2>"$T/err"
+    local rc=$? got served
+    got=$(field logits_fnv) served=$(field far_served)
+    if [ $rc != 0 ]; then
+        fail "$name" "exit $rc"
+    elif [ "$got" != "$want" ]; then
+        fail "$name" "logits_fnv $got, not $want"
+    elif [ "${served:-0}" -lt "$least" ]; then
+        fail "$name" "$served experts served, not $least or more"
+    else
+        pass
+    fi
+}
+
+"$K3" run "${args[@]}" >"$T/out" 2>"$T/err" || { cat "$T/err"; exit 1; }
+want=$(field logits_fnv)
+"$K3" run "${args[@]}" --ram 1 --tier unix:x --tier unix:y --tier unix:z --tier unix:w >"$T/out" 2>"$T/err"
+ram=$(sed -n 's/.*give at least \([0-9]*\) bytes.*/\1/p' "$T/err")
+[ -n "$ram" ] || { cat "$T/err"; exit 1; }
+ram=$((ram + 65536))
+
+check "no box" 0
+check "dead box" 0 --tier "unix:$T/none.sock"
+check "dead box on TCP" 0 --tier 127.0.0.1:1
+
+box warm
+held warm 256
+check "warm box" 300 --tier "unix:$T/warm.sock"
+check "warm box, chunks of 3" 300 --tier "unix:$T/warm.sock" --chunk 3
+check "warm box, chunks of 64" 100 --tier "unix:$T/warm.sock" --chunk 64 --ram $((ram + (8 << 20)))
+check "warm box, no wait" 0 --tier "unix:$T/warm.sock" --tier-wait 0
+check "warm box, no spinning" 300 --tier "unix:$T/warm.sock" --spin-us 0
+for k in $("$K3" info --kernels-list); do
+    check "warm box, client with $k" 300 --tier "unix:$T/warm.sock" --kernels "$k"
+    box "with_$k" --kernels "$k"
+    held "with_$k" 256
+    check "box with $k" 300 --tier "unix:$T/with_$k.sock"
+    stop $box
+done
+
+# Shares: pins of experts by parity, by layer, and all but some.
+for il in 1 2 3 4 5 6 7 8; do for ie in $(seq 0 31); do echo "$il $ie"; done; done >"$T/all"
+awk '$2 % 2 == 0' "$T/all" >"$T/even"
+awk '$2 % 3 == 0' "$T/all" >"$T/third"
+awk '$1 < 4' "$T/all" >"$T/low"
+box cold --no-fill
+check "cold box" 0 --tier "unix:$T/cold.sock"
+check "the same, warmed by what was wanted" 300 --tier "unix:$T/cold.sock"
+box even --no-fill --pins "$T/even"
+held even 128
+check "half a box" 200 --tier "unix:$T/even.sock"
+box third --no-fill --pins "$T/third"
+held third 80
+check "two boxes, overlapping" 300 --tier "unix:$T/even.sock" --tier "unix:$T/third.sock"
+box low --no-fill --pins "$T/low"
+held low 96
+check "four boxes" 300 --tier "unix:$T/even.sock" --tier "unix:$T/third.sock" \
+    --tier "unix:$T/low.sock" --tier "unix:$T/warm.sock"
+check "one of two is dead" 200 --tier "unix:$T/even.sock" --tier "unix:$T/none.sock"
+
+# Chaos: SERVED is 0 where the lie is in every answer.
+for mode in pass delay drop truncate corrupt upcorrupt reorder duplicate ids oversize midframe \
+    counts layer range announce model stall blackhole random; do
+    "$CHAOS" "$T/chaos.sock" "$T/even.sock" $mode 3 &
+    proxy=$!
+    pids+=($proxy)
+    for _ in $(seq 100); do [ -S "$T/chaos.sock" ] && break; sleep 0.02; done
+    case $mode in
+    pass | duplicate) least=200 ;;
+    delay | announce | drop) least=20 ;;
+    *) least=0 ;;
+    esac
+    WAIT=8000 check "chaos: $mode" $least --tier "unix:$T/chaos.sock"
+    case $mode in drop | corrupt | midframe | announce | stall | random)
+    WAIT=8000 check "chaos: $mode, beside a good box" $least --tier "unix:$T/chaos.sock" --tier "unix:$T/third.sock" ;;
+    esac
+    stop $proxy
+    rm -f "$T/chaos.sock"
+done
+[ "$(stat_of even experts_held)" -ge 128 ] && pass || fail "chaos" "the box behind the proxy is gone"
+
+# Sums that are wrong and well sealed: only computing them here too shows it.
+check "audit of a good box" 300 --tier "unix:$T/warm.sock" --tier-audit 1/3
+[ "$(field far_audits)" -gt 10 ] && pass || fail "audit" "$(field far_audits) layers compared"
+check "audit of two good boxes" 300 --tier "unix:$T/even.sock" --tier "unix:$T/third.sock" --tier-audit 1/1
+check "audit of a good box, chunks of 5" 300 --tier "unix:$T/warm.sock" --tier-audit 1/2 --chunk 5
+"$CHAOS" "$T/chaos.sock" "$T/warm.sock" garbage &
+proxy=$!
+pids+=($proxy)
+for _ in $(seq 100); do [ -S "$T/chaos.sock" ] && break; sleep 0.02; done
+check "garbage, each answer compared" 0 --tier "unix:$T/chaos.sock" --tier-audit 1/1
+# each of 184 requests of this run is compared with a chance of 1/4: seen, but for one run in 10^23
+"$K3" run "${args[@]}" --ram "$ram" --tier-wait 200000 --tier "unix:$T/chaos.sock" --tier-audit 1/4 >"$T/out" 2>"$T/err"
+rc=$?
+if [ $rc = 5 ] && grep -q "wrong expert sums" "$T/err"; then pass; else fail "garbage, one answer in 4" "exit $rc"; fi
+"$K3" run "${args[@]}" --ram "$ram" --tier-wait 200000 --tier "unix:$T/chaos.sock" >"$T/out" 2>"$T/err"
+[ "$(field logits_fnv)" != "$want" ] && pass || fail "garbage" "the proxy does not spoil anything"
+stop $proxy
+
+# Killed and started again while one text is made: RESTARTS times.
+restarts=${RESTARTS:-10}
+"$K3" run "${args[@]}" --tokens $((restarts * 60)) >"$T/out" 2>"$T/err"
+short=$want want=$(field logits_fnv)
+: >"$T/restarts"
+touch "$T/go"
+(
+    n=0
+    while [ -e "$T/go" ]; do
+        "$K3_TIER" -q --model "$MODEL" --ram 1G --threads 1 --listen "unix:$T/flaky.sock" 2>/dev/null &
+        box=$!
+        sleep "${K3_SAN:+0.4}" 2>/dev/null || sleep 0.0$((5 + n % 4)) # a sanitizer starts slowly
+        kill -9 $box
+        wait $box
+        n=$((n + 1))
+        echo $n >"$T/restarts"
+    done
+) 2>/dev/null &
+killer=$!
+pids+=($killer)
+check "killed and started again" 1 --tokens $((restarts * 60)) --tier "unix:$T/flaky.sock"
+rm "$T/go"
+wait $killer 2>/dev/null
+n=$(cat "$T/restarts")
+[ "${n:-0}" -ge $((restarts / 4)) ] && pass || fail "killed and started again" "only ${n:-0} times"
+echo "tier: the box was killed ${n:-0} times in one run, $(field far_served) of $(field far_asked) experts served"
+want=$short
+
+# Who gets in.
+refused() { # NAME PATTERN OPTION...
+    local name=$1 pattern=$2
+    shift 2
+    timeout -k 1 5 "$K3_TIER" --model "$MODEL" --ram 1G "$@" >"$T/out" 2>"$T/err"
+    local rc=$?
+    if [ $rc = 2 ] && grep -q -- "$pattern" "$T/err"; then pass; else fail "$name" "exit $rc"; fi
+}
+refused "an open address without a key" "psk-file" --listen 0.0.0.0:0
+refused "all addresses of IPv6 without a key" "psk-file" --listen '[::]:0'
+refused "metrics for all" "insecure" --listen "unix:$T/m.sock" --metrics 0.0.0.0:0
+printf 'short' >"$T/short"
+printf 'a key of more than sixteen bytes\n' >"$T/key"
+printf 'another key of more than sixteen bytes\n' >"$T/other"
+chmod 600 "$T/short" "$T/key" "$T/other"
+refused "a short key" "shorter than 16" --listen 0.0.0.0:0 --psk-file "$T/short"
+cp "$T/key" "$T/open" && chmod 644 "$T/open"
+refused "a key that others may read" "chmod 600" --listen 0.0.0.0:0 --psk-file "$T/open"
+box keyed --psk-file "$T/key"
+for _ in $(seq 100); do
+    n=$("$K3_TIER" status "unix:$T/keyed.sock" --psk-file "$T/key" | awk '$1 == "experts_held" { print $2 }')
+    [ "${n:-0}" = 256 ] && break
+    sleep 0.02
+done
+check "the right key" 300 --tier "unix:$T/keyed.sock" --psk-file "$T/key"
+check "no key" 0 --tier "unix:$T/keyed.sock"
+[ "$(field far_served)" = 0 ] && pass || fail "no key" "was let in"
+check "another key" 0 --tier "unix:$T/keyed.sock" --psk-file "$T/other"
+[ "$(field far_served)" = 0 ] && pass || fail "another key" "was let in"
+check "a box without the key" 0 --tier "unix:$T/warm.sock" --psk-file "$T/key"
+[ "$(field far_served)" = 0 ] && pass || fail "a box without the key" "was believed"
+
+# Figures over HTTP, frames in words.
+port=$((20000 + $$ % 20000))
+box open --metrics 127.0.0.1:$port --dump "$T/dump"
+held open 256
+check "a box that writes down all frames" 300 --tier "unix:$T/open.sock"
+{ exec 3<>/dev/tcp/127.0.0.1/$port && printf 'GET /metrics HTTP/1.1\r\n\r\n' >&3 && cat <&3 >"$T/metrics"; } 2>"$T/err"
+exec 3>&-
+if grep -q '^HTTP/1.0 200' "$T/metrics" && grep -q '^k3_tier_experts_held 256' "$T/metrics"; then
+    pass
+else
+    fail "metrics" "$(head -1 "$T/metrics")"
+fi
+stop $box
+n=$(grep -c 'client [0-9]* -> request' "$T/dump")
+m=$(grep -c 'client [0-9]* <- reply' "$T/dump")
+[ "$n" -gt 100 ] && [ "$n" = "$m" ] && pass || fail "dump" "$n requests, $m replies"
+
+# It ends when told, with nothing left behind, and its memory stays in bounds.
+rss=$(stat_of warm resident_memory_bytes)
+box last
+stop $box
+[ ! -e "$T/last.sock" ] && pass || fail "SIGTERM" "the socket is still there"
+check "warm box, once more" 300 --tier "unix:$T/warm.sock"
+grown=$(($(stat_of warm resident_memory_bytes) - rss))
+[ -n "${K3_SAN:-}" ] || { [ $grown -le 65536 ] && pass || fail "memory" "grew by $grown bytes in a run"; }
+
+echo "tier: $n_passed passed, $n_failed failed, $n_skipped skipped"
+[ $n_failed = 0 ]

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# test_tier_net.sh - one hash over a bad network: delay, loss, a link that is pulled.
+#
+#     K3=build/k3 K3_TIER=build/k3-tier tests/test_tier_net.sh MODEL
+#
+# Client and box each in a network namespace of their own, with a cable between them. Needs root and
+# iproute2; delay and loss also need the kernel's netem. What is missing is skipped.
+set -u
+export LC_ALL=C
+export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
+K3=${K3:-build/k3}
+K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier}
+MODEL=${1:-demo}
+A=k3a$$ B=k3b$$
+if ! { ip netns add $A && ip netns add $B; } 2>/dev/null; then
+    ip netns del $A 2>/dev/null
+    echo "tier_net: SKIP network namespaces need root and iproute2"
+    exit 77
+fi
+T=$(mktemp -d "${TMPDIR:-/tmp}/k3-net-XXXXXX") || exit 1
+n_passed=0 n_failed=0 n_skipped=0
+box=
+trap '[ -z "$box" ] || { kill $box && wait $box; } 2>/dev/null; ip netns del $A; ip netns del $B; rm -rf "$T"' EXIT
+ip -n $A link add name near type veth peer name away netns $B || { echo "tier_net: SKIP no veth"; exit 77; }
+ip -n $A addr add 10.77.0.1/24 dev near && ip -n $B addr add 10.77.0.2/24 dev away
+ip -n $A link set near up && ip -n $B link set away up
+
+printf 'a key of more than sixteen bytes\n' >"$T/key"
+chmod 600 "$T/key"
+ip netns exec $B "$K3_TIER" -q --model "$MODEL" --ram 1G --threads 1 --psk-file "$T/key" --listen 10.77.0.2:7383 &
+box=$!
+for _ in $(seq 200); do
+    n=$(ip netns exec $A "$K3_TIER" status 10.77.0.2:7383 --psk-file "$T/key" 2>/dev/null | awk '$1 == "experts_held" { print $2 }')
+    [ "${n:-0}" = 256 ] && break
+    sleep 0.02
+done
+
+args=(-q --json --no-stop --model "$MODEL" --threads 1 "Once upon a time there was a duck")
+field() { sed -n "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/p" "$T/out"; }
+tier=(--tier 10.77.0.2:7383 --psk-file "$T/key")
+"$K3" run "${args[@]}" --ram 1 "${tier[@]}" >"$T/out" 2>"$T/err"
+ram=$(sed -n 's/.*give at least \([0-9]*\) bytes.*/\1/p' "$T/err")
+ram=$((ram + 65536))
+
+# check NAME SERVED TOKENS OPTION...: the hash of a run without boxes, and so many experts served
+check() {
+    local name=$1 least=$2 tokens=$3
+    shift 3
+    "$K3" run "${args[@]}" --tokens "$tokens" >"$T/out" 2>"$T/err"
+    local want got rc
+    want=$(field logits_fnv)
+    ip netns exec $A "$K3" run "${args[@]}" --tokens "$tokens" --ram $ram "${tier[@]}" "$@" >"$T/out" 2>"$T/err"
+    rc=$?
+    got=$(field logits_fnv)
+    if [ $rc = 0 ] && [ "$got" = "$want" ] && [ "$(field far_served)" -ge "$least" ]; then
+        n_passed=$((n_passed + 1))
+    else
+        n_failed=$((n_failed + 1))
+        echo "FAIL $name: exit $rc, logits_fnv $got (want $want), $(field far_served) served"
+    fi
+}
+check "a good cable" 100 24 --tier-wait 200000
+if ip netns exec $A tc qdisc add dev near root netem delay 2ms 2>/dev/null; then
+    check "2 ms of delay" 100 24 --tier-wait 200000
+    ip netns exec $A tc qdisc change dev near root netem delay 2ms 2ms loss 5% reorder 20%
+    check "delay, loss, reordering" 20 24 --tier-wait 200000
+    ip netns exec $A tc qdisc change dev near root netem delay 100ms
+    check "no answer in time" 0 24 --tier-wait 1000
+    ip netns exec $A tc qdisc del dev near root
+else
+    n_skipped=$((n_skipped + 1))
+    echo "tier_net: SKIP delay and loss: this kernel has no netem"
+fi
+( # pulled while text is made, and put back
+    for _ in 1 2 3 4 5; do
+        sleep 0.15
+        ip -n $B link set away down
+        sleep 0.15
+        ip -n $B link set away up
+    done
+) &
+puller=$!
+check "the cable pulled and put back" 1 600 --tier-wait 5000
+wait $puller
+ip -n $B link set away down
+check "no cable" 0 24 --tier-wait 5000
+ip -n $B link set away up
+check "the cable once more" 1 200 --tier-wait 200000
+echo "tier_net: $n_passed passed, $n_failed failed, $n_skipped skipped"
+[ $n_failed = 0 ]

@@ -1,0 +1,809 @@
+/* tier_client.c - asks far boxes for expert sums, keeps a deadline, never fails a token.
+ *
+ *   1 Boxes: who owns what        4 The background: dial, hello, try again
+ *   2 Frames in and out           5 Open and close
+ *   3 One layer: ask, send, join
+ *
+ * What holds everywhere:
+ *   - a box's socket, buffers and bitmap belong to its background thread until the box is up, then
+ *     to the thread that computes, until it fails; they change hands under the box's lock;
+ *   - nothing of an answer is used before all of it was checked;
+ *   - no call blocks but tier_join with `waits`, to the deadline, and tier_send of a frame that is
+ *     longer than the socket's buffer, to an eighth of it.
+ */
+#define TIER_WIRE
+#include "tier.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <time.h>
+
+/* ==== 1. Boxes ======================================================================= */
+
+enum {
+    MISSES = 3,            /* in a row, and a box is left alone      */
+    DIAL_MS = 3000,        /* for each address of a name             */
+    FIRST_PAUSE_MS = 50,   /* until the next try; doubled each time  */
+    LAST_DIAL_MS = 2000,   /* longest pause when nobody is there     */
+    LAST_PAUSE_MS = 30000, /* longest pause when a box misbehaves    */
+    STOP_MS = 100          /* how soon a background wait sees a stop */
+};
+
+typedef struct {
+    uint32_t ie, n, first; /* pairs [first, first + n) of the list */
+} asked;
+
+typedef struct {
+    tier *t;
+    char name[280];
+    tier_addr addr;
+
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    pthread_t thread;
+    bool is_up;        /* under the lock: whose the rest is    */
+    bool is_stopping;  /* under the lock                       */
+    bool is_banned;    /* under the lock: never again          */
+    bool has_tried;    /* under the lock: the first dial is over */
+    uint64_t retry_ns; /* under the lock: not before           */
+    char note[400];    /* under the lock; "": none             */
+
+    bool is_mine; /* the computing thread's own view of is_up */
+    int fd;
+    uint32_t max_rows, n_held, capacity;
+    uint8_t *held; /* [n_layers - n_dense][map bytes]      */
+    uint32_t misses, troubles, dials;
+    bool has_served; /* since the connection began           */
+
+    uint8_t *out, *in; /* a frame to send; what has come       */
+    size_t n_out, i_out, n_in, in_cap;
+    bool is_out; /* a request of this layer is unanswered */
+    uint64_t id; /* of the last request                  */
+    uint32_t il; /* its layer                            */
+    asked *list;
+    uint32_t n_list, n_pairs, n_rows;
+    uint32_t *row, *place; /* [pairs] rows of the chunk; [max_rows] their places in the frame */
+    float *w;              /* [pairs] */
+    uint8_t *n_served;     /* [max_rows] served pairs of each place */
+    uint16_t (*wish)[2];   /* [TIER_MAX_WISHES]                    */
+    uint32_t n_wishes;
+} box;
+
+struct tier {
+    tier_model m;
+    tier_key key;
+    uint32_t spin_us, max_rows, n_boxes;
+    uint64_t next_id, deadline_ns, wished_ns;
+    tier_stats stats;
+    box boxes[TIER_MAX_BOXES];
+};
+
+static uint64_t clock_ns(void) {
+    struct timespec ts;
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+/* Leave one line for whoever asks; the last one counts. Lock held. */
+__attribute__((format(printf, 2, 3))) static void box_say(box *b, const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    int n = snprintf(b->note, sizeof b->note, "tier %s: ", b->name);
+    if (n > 0 && (size_t)n < sizeof b->note)
+        vsnprintf(b->note + n, sizeof b->note - (size_t)n, fmt, ap);
+    va_end(ap);
+}
+
+/* The pause before try `n`, n counted from 1. */
+static uint64_t pause_ns(uint32_t n, uint64_t last_ms) {
+    uint64_t ms = n > 16 ? last_ms : (uint64_t)FIRST_PAUSE_MS << (n - 1);
+    return (ms < last_ms ? ms : last_ms) * 1000000u;
+}
+
+/* The computing thread gives a box up: close, and let the background try again later. */
+static void box_drop(box *b, const char *why) {
+    close(b->fd);
+    b->is_mine = false;
+    b->troubles++;
+    b->t->stats.lost++;
+    pthread_mutex_lock(&b->lock);
+    b->is_up = false;
+    b->retry_ns = clock_ns() + pause_ns(b->troubles, LAST_PAUSE_MS);
+    box_say(b, "%s; going on without it", why);
+    pthread_cond_broadcast(&b->changed);
+    pthread_mutex_unlock(&b->lock);
+}
+
+/* ==== 2. Frames in and out =========================================================== */
+
+/* Send what is left of the frame in `out`. False when the connection is over. */
+static bool box_flush(box *b) {
+    while (b->i_out < b->n_out) {
+        ssize_t n =
+            send(b->fd, b->out + b->i_out, b->n_out - b->i_out, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return true;
+        if (n < 0) return false;
+        b->i_out += (size_t)n;
+    }
+    b->i_out = b->n_out = 0;
+    return true;
+}
+
+static bool box_begin_frame(box *b, enum tier_type type, uint64_t id, size_t n) {
+    b->n_out = tier_seal(b->out, type, id, (uint32_t)n);
+    b->i_out = 0;
+    return box_flush(b);
+}
+
+/* Take in what has come; NULL, or why the connection is over. */
+static const char *box_fill(box *b) {
+    for (;;) {
+        if (b->n_in == b->in_cap) return NULL; /* a whole frame is there: to be taken first */
+        ssize_t n = recv(b->fd, b->in + b->n_in, b->in_cap - b->n_in, MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return NULL;
+        if (n < 0) return strerror(errno);
+        if (n == 0) return "closed the connection";
+        b->n_in += (size_t)n;
+        return NULL;
+    }
+}
+
+/* The frame at the front of `in`: 1 and its head, 0 not whole yet, -1 and why it is no good. */
+static int box_frame(const box *b, size_t most, tier_head *h, const char **why) {
+    if (b->n_in < TIER_HEAD_BYTES) return 0;
+    if ((*why = tier_head_parse(b->in, h)) != NULL) return -1;
+    size_t fit = most ? most : tier_most_bytes(&b->t->m, h->type, false, b->t->max_rows);
+    if (h->n > fit) {
+        *why = "a frame beyond the limit";
+        return -1;
+    }
+    if (b->n_in < TIER_HEAD_BYTES + (size_t)h->n) return 0;
+    if (tier_sum(b->in, h->n) == h->sum) return 1;
+    *why = "a frame that does not match its sum";
+    return -1;
+}
+
+/* The front frame was used. */
+static void box_pop(box *b, const tier_head *h) {
+    size_t n = TIER_HEAD_BYTES + (size_t)h->n;
+    b->n_in -= n;
+    memmove(b->in, b->in + n, b->n_in);
+}
+
+static uint32_t bits(const uint8_t *p, size_t n) {
+    uint32_t sum = 0;
+    for (size_t i = 0; i < n; i++) sum += (uint32_t)__builtin_popcount(p[i]);
+    return sum;
+}
+
+/* What the box holds of some layers. */
+static const char *box_take_resident(box *b, const uint8_t *p, size_t n) {
+    const tier_model *m = &b->t->m;
+    size_t map = tier_map_bytes(m->n_experts), one = 4 + map;
+    if (n % one) return "a resident frame of the wrong length";
+    for (; n > 0; n -= one, p += one) {
+        uint32_t il = tier_get16(p);
+        if (il < m->n_dense || il >= m->n_layers || tier_get16(p + 2))
+            return "a resident frame for no layer";
+        if (m->n_experts % 8 && p[4 + map - 1] >> m->n_experts % 8)
+            return "a resident frame with more experts than there are";
+        memcpy(b->held + (il - m->n_dense) * map, p + 4, map);
+    }
+    b->n_held = bits(b->held, (m->n_layers - m->n_dense) * map);
+    return NULL;
+}
+
+/* ==== 3. One layer =================================================================== */
+
+/* Tell the fate of everything that was asked of a box. `served` NULL: nothing. */
+static void box_settle(box *b, const uint8_t *served, tier_settled_fn fn, void *user) {
+    b->is_out = false;
+    for (uint32_t x = 0; x < b->n_list; x++) {
+        bool is_served = served && (served[x / 8] >> x % 8 & 1);
+        b->t->stats.served += is_served;
+        if (fn) fn(user, b->list[x].ie, is_served);
+    }
+}
+
+/* Every sum is at most 2^57 for each served pair of its row: then adding all boxes' sums and the
+ * rest cannot overflow (NUMERICS 5), whatever a box says. */
+static const char *reply_range(const box *b, const tier_reply *r) {
+    size_t lat = b->t->m.latent;
+    for (uint32_t i = 0; i < r->n_rows; i++) {
+        uint64_t most = (uint64_t)b->n_served[i] << 57, n_bad = 0;
+        for (size_t k = 0; k < lat; k++) {
+            uint64_t q = tier_get64(r->sums + (i * lat + k) * 8);
+            n_bad += (q >> 63 ? 0 - q : q) > most;
+        }
+        if (n_bad) return "a sum out of range";
+    }
+    return NULL;
+}
+
+/* NULL and the sums added to Q, or why the answer is not believed. */
+static const char *box_take_reply(box *b, const uint8_t *p, size_t n, int64_t *Q,
+                                  tier_settled_fn fn, void *user) {
+    tier_reply r;
+    size_t lat = b->t->m.latent;
+    uint32_t n_served = 0;
+    const char *why = tier_reply_parse(&b->t->m, p, n, &r);
+    if (why) return why;
+    if (r.il != b->il || r.n_experts != b->n_list) return "an answer to another question";
+    memset(b->n_served, 0, b->n_rows);
+    for (uint32_t x = 0; x < b->n_list; x++) {
+        const asked *a = &b->list[x];
+        if (!(r.served[x / 8] >> x % 8 & 1)) continue;
+        n_served++;
+        for (uint32_t j = 0; j < a->n; j++) b->n_served[b->place[b->row[a->first + j]]]++;
+    }
+    if (r.n_rows != (n_served ? b->n_rows : 0)) return "an answer to another question";
+    if ((why = reply_range(b, &r)) != NULL) return why;
+    for (uint32_t t = 0; r.n_rows > 0 && t < b->t->max_rows; t++) {
+        if (b->place[t] == UINT32_MAX) continue;
+        const uint8_t *from = r.sums + b->place[t] * lat * 8;
+        for (size_t k = 0; k < lat; k++) Q[t * lat + k] += (int64_t)tier_get64(from + 8 * k);
+    }
+    b->misses = 0;
+    b->t->stats.queue_ns = r.queue_ns;
+    b->t->stats.compute_ns = r.compute_ns;
+    if (n_served > 0) {
+        b->troubles = 0;
+        b->has_served = true;
+    }
+    box_settle(b, r.served, fn, user);
+    return NULL;
+}
+
+/* Use every frame that is whole. NULL, or why the connection is over. */
+static const char *box_digest(box *b, int64_t *Q, tier_settled_fn fn, void *user) {
+    tier_head h;
+    const char *why = NULL;
+    int rc;
+    while ((rc = box_frame(b, 0, &h, &why)) > 0) {
+        const uint8_t *p = b->in + TIER_HEAD_BYTES;
+        if (h.type == TIER_RESIDENT) {
+            why = box_take_resident(b, p, h.n);
+        } else if (h.type == TIER_REPLY) {
+            if (b->is_out && h.id == b->id)
+                why = box_take_reply(b, p, h.n, Q, fn, user);
+            else if (h.id > b->id)
+                why = "an answer that nobody asked for";
+        } else if (h.type == TIER_GOODBYE) {
+            why = "said goodbye";
+        } else {
+            why = "a frame out of turn";
+        }
+        if (why) break;
+        box_pop(b, &h);
+    }
+    return why;
+}
+
+/* Move bytes both ways; a box that fails is settled and dropped. */
+static void box_pump(box *b, int64_t *Q, tier_settled_fn fn, void *user) {
+    const char *why = box_flush(b) ? NULL : "the connection broke";
+    for (size_t before = 0; !why && b->is_mine; before = b->n_in) {
+        why = box_fill(b);
+        if (!why && b->n_in == before) return;
+        const char *fault = box_digest(b, Q, fn, user);
+        if (!fault) continue;
+        if (strcmp(fault, "said goodbye") != 0) b->t->stats.refused++;
+        why = fault;
+    }
+    if (!why) return;
+    if (b->is_out) box_settle(b, NULL, fn, user);
+    box_drop(b, why);
+}
+
+/* An answer did not come in time. */
+static void box_miss(box *b) {
+    b->t->stats.late++;
+    b->misses++;
+    if (b->misses >= (b->troubles > 0 && !b->has_served ? 1 : MISSES))
+        box_drop(b, "does not answer in time");
+}
+
+static void box_send_wishes(box *b) {
+    uint8_t *p = b->out + TIER_HEAD_BYTES;
+    for (uint32_t i = 0; i < b->n_wishes; i++) {
+        tier_put16(p + 4 * i, b->wish[i][0]);
+        tier_put16(p + 4 * i + 2, b->wish[i][1]);
+    }
+    size_t n = b->n_wishes * 4;
+    b->n_wishes = 0;
+    if (!box_begin_frame(b, TIER_WISH, 0, n)) box_drop(b, "the connection broke");
+}
+
+void tier_begin(tier *t) {
+    uint64_t now = clock_ns();
+    bool is_time = now - t->wished_ns > 20000000u;
+    for (uint32_t i = 0; i < t->n_boxes; i++) {
+        box *b = &t->boxes[i];
+        if (!b->is_mine) {
+            pthread_mutex_lock(&b->lock);
+            b->is_mine = b->is_up;
+            pthread_mutex_unlock(&b->lock);
+        }
+        b->is_out = false; /* still out when the step before ended with an error */
+        b->n_list = b->n_pairs = 0;
+        if (b->is_mine) box_pump(b, NULL, NULL, NULL);
+        if (b->is_mine && b->n_out > 0) box_miss(b); /* it does not even read */
+        if (b->is_mine && b->n_out == 0 && b->n_wishes > 0 && (is_time || b->n_wishes >= 64)) {
+            box_send_wishes(b);
+            t->wished_ns = now;
+        }
+    }
+}
+
+static bool box_has(const box *b, uint32_t il, uint32_t ie) {
+    const tier_model *m = &b->t->m;
+    const uint8_t *map = b->held + (size_t)(il - m->n_dense) * tier_map_bytes(m->n_experts);
+    return b->is_mine && b->n_out == 0 && (map[ie / 8] >> ie % 8 & 1);
+}
+
+bool tier_has(const tier *t, uint32_t il, uint32_t ie) {
+    for (uint32_t i = 0; i < t->n_boxes; i++)
+        if (box_has(&t->boxes[i], il, ie)) return true;
+    return false;
+}
+
+bool tier_ask(tier *t, uint32_t il, uint32_t ie, uint32_t n, const uint32_t *row, const float *w) {
+    box *b = NULL;
+    for (uint32_t i = 0; i < t->n_boxes; i++) { /* the one with the least to do */
+        box *c = &t->boxes[i];
+        if (box_has(c, il, ie) && row[n - 1] < c->max_rows && (!b || c->n_pairs < b->n_pairs))
+            b = c;
+    }
+    if (!b || b->n_pairs + n > t->max_rows * t->m.top_k) return false;
+    if (b->n_list == 0) {
+        memset(b->place, 0xff, t->max_rows * sizeof *b->place);
+        b->il = il;
+    }
+    b->list[b->n_list++] = (asked){ie, n, b->n_pairs};
+    for (uint32_t j = 0; j < n; j++) {
+        b->row[b->n_pairs] = row[j];
+        b->w[b->n_pairs++] = w[j];
+        b->place[row[j]] = 0;
+    }
+    t->stats.asked++;
+    return true;
+}
+
+void tier_wish(tier *t, uint32_t il, uint32_t ie) {
+    uint64_t home = ((uint64_t)il * t->m.n_experts + ie) * 0x9e3779b97f4a7c15u >> 33;
+    for (uint32_t i = 0; i < t->n_boxes; i++) {
+        box *b = &t->boxes[(home + i) % t->n_boxes];
+        if (!b->is_mine) continue;
+        if (b->n_held < b->capacity ||
+            b->capacity < t->m.n_experts * (t->m.n_layers - t->m.n_dense))
+            if (b->n_wishes < TIER_MAX_WISHES) {
+                b->wish[b->n_wishes][0] = (uint16_t)il;
+                b->wish[b->n_wishes++][1] = (uint16_t)ie;
+            }
+        return;
+    }
+}
+
+/* Write the request that a box's list stands for. Returns the bytes of its payload. */
+static size_t box_write_request(box *b, const float *z, uint32_t wait_us) {
+    size_t lat = b->t->m.latent;
+    uint8_t *p = b->out + TIER_HEAD_BYTES, *to = p + TIER_FIXED_BYTES;
+    b->n_rows = 0;
+    for (uint32_t t = 0; t < b->t->max_rows; t++) {
+        if (b->place[t] == UINT32_MAX) continue;
+        b->place[t] = b->n_rows++;
+        memcpy(to, z + t * lat, lat * sizeof *z);
+        to += lat * sizeof *z;
+    }
+    memset(p, 0, TIER_FIXED_BYTES);
+    tier_put16(p, b->il);
+    tier_put16(p + 2, b->n_rows);
+    tier_put16(p + 4, b->n_list);
+    tier_put32(p + 8, b->n_pairs);
+    tier_put32(p + 12, wait_us);
+    for (uint32_t x = 0; x < b->n_list; x++, to += 4) {
+        tier_put16(to, b->list[x].ie);
+        tier_put16(to + 2, b->list[x].n);
+    }
+    memcpy(to, b->w, b->n_pairs * sizeof *b->w);
+    to += b->n_pairs * sizeof *b->w;
+    for (uint32_t j = 0; j < b->n_pairs; j++, to += 2) tier_put16(to, b->place[b->row[j]]);
+    return (size_t)(to - p);
+}
+
+static void sleep_on(struct pollfd *fds, nfds_t n, uint64_t ns) {
+    struct timespec ts = {.tv_sec = (time_t)(ns / 1000000000u),
+                          .tv_nsec = (long)(ns % 1000000000u)};
+    ppoll(fds, n, &ts, NULL);
+}
+
+void tier_send(tier *t, const float *z, uint64_t deadline_ns) {
+    uint64_t now = clock_ns(), wait = deadline_ns > now ? deadline_ns - now : 0;
+    uint32_t wait_us = wait / 1000 < UINT32_MAX ? (uint32_t)(wait / 1000) : UINT32_MAX;
+    t->deadline_ns = deadline_ns;
+    for (uint32_t i = 0; i < t->n_boxes; i++) {
+        box *b = &t->boxes[i];
+        if (b->n_list == 0) continue;
+        b->is_out = true;
+        b->id = t->next_id++;
+        bool is_ok =
+            b->is_mine && box_begin_frame(b, TIER_REQUEST, b->id, box_write_request(b, z, wait_us));
+        while (is_ok && b->n_out > 0 && clock_ns() - now < wait / 8) { /* a long frame */
+            sleep_on(&(struct pollfd){.fd = b->fd, .events = POLLOUT}, 1, wait / 32);
+            is_ok = box_flush(b);
+        }
+        if (b->is_mine && !is_ok) box_drop(b, "the connection broke");
+    }
+}
+
+/* The deadline is over: what is out is missing. */
+static void join_late(tier *t, tier_settled_fn fn, void *user) {
+    for (uint32_t i = 0; i < t->n_boxes; i++) {
+        box *b = &t->boxes[i];
+        if (!b->is_out) continue;
+        box_settle(b, NULL, fn, user);
+        if (b->is_mine) box_miss(b);
+    }
+}
+
+static inline void spin_once(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+uint32_t tier_join(tier *t, bool waits, int64_t *Q, tier_settled_fn fn, void *user) {
+    struct pollfd fds[TIER_MAX_BOXES];
+    for (uint64_t spin_end = 0;;) {
+        uint32_t n_out = 0, n_fds = 0;
+        for (uint32_t i = 0; i < t->n_boxes; i++) {
+            box *b = &t->boxes[i];
+            if (b->is_out && b->is_mine) box_pump(b, Q, fn, user);
+            if (b->is_out && !b->is_mine) box_settle(b, NULL, fn, user);
+            if (!b->is_out) continue;
+            n_out += b->n_list;
+            fds[n_fds++] = (struct pollfd){
+                .fd = b->fd, .events = (short)(POLLIN | (b->n_out > 0 ? POLLOUT : 0))};
+        }
+        if (n_out == 0) return 0;
+        uint64_t now = clock_ns();
+        if (now >= t->deadline_ns) {
+            join_late(t, fn, user);
+            return 0;
+        }
+        if (!waits) return n_out;
+        if (spin_end == 0) spin_end = now + t->spin_us * 1000u;
+        if (now < spin_end)
+            spin_once();
+        else
+            sleep_on(fds, n_fds, t->deadline_ns - now);
+    }
+}
+
+void tier_ban(tier *t) {
+    for (uint32_t i = 0; i < t->n_boxes; i++) {
+        box *b = &t->boxes[i];
+        if (b->n_list == 0 || !b->is_mine) continue;
+        t->stats.refused++;
+        pthread_mutex_lock(&b->lock);
+        b->is_banned = true;
+        pthread_mutex_unlock(&b->lock);
+        box_drop(b, "its sums are wrong: never asked again");
+    }
+}
+
+/* ==== 4. The background ============================================================== */
+
+static bool box_is_stopping(box *b) {
+    pthread_mutex_lock(&b->lock);
+    bool is = b->is_stopping;
+    pthread_mutex_unlock(&b->lock);
+    return is;
+}
+
+/* Wait for one socket; 1 ready, 0 the time is over or the client closes. */
+static int dial_wait(box *b, int fd, short events, uint64_t until_ns) {
+    for (;;) {
+        uint64_t now = clock_ns();
+        if (now >= until_ns || box_is_stopping(b)) return 0;
+        uint64_t ms = (until_ns - now) / 1000000u + 1;
+        struct pollfd p = {.fd = fd, .events = events};
+        if (poll(&p, 1, ms < STOP_MS ? (int)ms : STOP_MS) > 0) return 1;
+    }
+}
+
+/* A connected socket, or -1 and why not. */
+static int dial_one(box *b, const struct sockaddr *sa, socklen_t n, const char **why) {
+    int error = 0;
+    socklen_t len = sizeof error;
+    int fd = socket(sa->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    *why = strerror(errno);
+    if (fd < 0) return -1;
+    tier_socket_tune(fd);
+    if (connect(fd, sa, n) == 0) return fd;
+    *why = strerror(errno);
+    if (errno == EINPROGRESS) {
+        if (!dial_wait(b, fd, POLLOUT, clock_ns() + DIAL_MS * 1000000ull))
+            *why = "no answer to the dial";
+        else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &len) == 0 && error == 0)
+            return fd;
+        else
+            *why = strerror(error);
+    }
+    close(fd);
+    return -1;
+}
+
+static int dial(box *b, const char **why) {
+    if (b->addr.is_unix) {
+        struct sockaddr_un sa = {.sun_family = AF_UNIX};
+        strcpy(sa.sun_path, b->addr.path);
+        return dial_one(b, (struct sockaddr *)&sa, sizeof sa, why);
+    }
+    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *list = NULL;
+    int rc = getaddrinfo(b->addr.host, b->addr.port, &hints, &list), fd = -1;
+    if (rc != 0) {
+        *why = gai_strerror(rc);
+        return -1;
+    }
+    for (struct addrinfo *a = list; a && fd < 0 && !box_is_stopping(b); a = a->ai_next)
+        fd = dial_one(b, a->ai_addr, a->ai_addrlen, why);
+    freeaddrinfo(list);
+    return fd;
+}
+
+/* Send the frame in `out` and wait for the next; NULL, or why not. */
+static const char *hello_turn(box *b, uint64_t until_ns, size_t most, tier_head *h) {
+    const char *why = "the connection broke";
+    int rc;
+    while (b->n_out > 0) {
+        if (!box_flush(b)) return why;
+        if (b->n_out > 0 && !dial_wait(b, b->fd, POLLOUT, until_ns)) return "no answer";
+    }
+    while ((rc = box_frame(b, most, h, &why)) == 0) {
+        if (!dial_wait(b, b->fd, POLLIN, until_ns)) return "no answer to the hello";
+        if ((why = box_fill(b)) != NULL) return why;
+    }
+    return rc < 0 ? why : NULL;
+}
+
+/* The server proves that it knows the key, and so do we. */
+static const char *hello_prove(box *b, const uint8_t hello[TIER_HELLO_BYTES], const tier_head *h) {
+    uint8_t want[32], *p = b->in + TIER_HEAD_BYTES;
+    if (b->t->key.n == 0) return "the box wants a key: give --psk-file";
+    if (h->n != TIER_CHALLENGE_BYTES) return "a challenge of the wrong length";
+    tier_proof(&b->t->key, "k3-tier server", hello, p, want);
+    if (CRYPTO_memcmp(want, p + TIER_NONCE_BYTES, 32) != 0) return "the box has another key";
+    tier_proof(&b->t->key, "k3-tier client", hello, p, b->out + TIER_HEAD_BYTES);
+    b->n_out = tier_seal(b->out, TIER_PROOF, 0, TIER_PROOF_BYTES);
+    b->i_out = 0;
+    return NULL;
+}
+
+/* From hello to the first resident frame; NULL, or why not. `text` is for the box's own words. */
+static const char *hello(box *b, char *text, size_t cap) {
+    uint8_t hello[TIER_HELLO_BYTES], nonce[TIER_NONCE_BYTES];
+    uint64_t until = clock_ns() + TIER_HELLO_MS * 1000000ull;
+    const tier_model *m = &b->t->m;
+    const char *why;
+    bool is_proven = false;
+    tier_head h;
+    if (!tier_nonce(nonce)) return "no random bytes";
+    tier_hello_pack(hello, m, 0, nonce);
+    memcpy(b->out + TIER_HEAD_BYTES, hello, sizeof hello);
+    b->n_in = b->i_out = 0;
+    b->n_out = tier_seal(b->out, TIER_HELLO, 0, sizeof hello);
+    while ((why = hello_turn(b, until, TIER_MAX_EARLY, &h)) == NULL && h.type == TIER_CHALLENGE &&
+           !is_proven) {
+        if ((why = hello_prove(b, hello, &h)) != NULL) return why;
+        is_proven = true;
+        box_pop(b, &h);
+    }
+    if (why) return why;
+    if (h.type == TIER_REFUSE) {
+        char said[TIER_MAX_TEXT + 1];
+        tier_text(said, sizeof said, b->in + TIER_HEAD_BYTES, h.n);
+        snprintf(text, cap, "refused: %s", said);
+        return text;
+    }
+    if (h.type != TIER_WELCOME || h.n != TIER_WELCOME_BYTES) return "an odd answer to the hello";
+    if (b->t->key.n > 0 && !is_proven) return "the box does not ask for the key: not the one meant";
+    const uint8_t *p = b->in + TIER_HEAD_BYTES;
+    uint32_t rows = tier_get32(p + 8);
+    b->capacity = tier_get32(p);
+    b->max_rows = rows < b->t->max_rows ? rows : b->t->max_rows;
+    box_pop(b, &h);
+    memset(b->held, 0, (m->n_layers - m->n_dense) * tier_map_bytes(m->n_experts));
+    if ((why = hello_turn(b, until, 0, &h)) != NULL) return why;
+    if (h.type != TIER_RESIDENT) return "no word of what it holds";
+    why = box_take_resident(b, b->in + TIER_HEAD_BYTES, h.n);
+    if (!why) box_pop(b, &h);
+    return why;
+}
+
+/* One try: dial, hello, hand over. Returns whether the box is up. */
+static bool box_try(box *b) {
+    char text[TIER_MAX_TEXT + 32];
+    const char *why = NULL;
+    b->fd = dial(b, &why);
+    bool is_there = b->fd >= 0;
+    if (is_there && (why = hello(b, text, sizeof text)) != NULL) close(b->fd);
+    bool is_up = is_there && !why;
+    b->dials = is_up ? 0 : b->dials + 1;
+    b->misses = 0;
+    b->has_served = false;
+    pthread_mutex_lock(&b->lock);
+    b->is_up = is_up;
+    b->has_tried = true;
+    pthread_cond_broadcast(&b->changed);
+    if (is_up)
+        box_say(b, "up, holds %u experts of %u it has room for", b->n_held, b->capacity);
+    else if (b->dials == 1 && !b->is_stopping)
+        box_say(b, "%s; trying again in the background", why);
+    b->retry_ns =
+        clock_ns() + pause_ns(b->dials ? b->dials : 1, is_there ? LAST_PAUSE_MS : LAST_DIAL_MS);
+    pthread_mutex_unlock(&b->lock);
+    return is_up;
+}
+
+static void *box_main(void *arg) {
+    box *b = arg;
+    pthread_mutex_lock(&b->lock);
+    while (!b->is_stopping) {
+        uint64_t now = clock_ns();
+        if (b->is_up || b->is_banned) {
+            pthread_cond_wait(&b->changed, &b->lock);
+        } else if (now < b->retry_ns) {
+            struct timespec ts = {.tv_sec = (time_t)(b->retry_ns / 1000000000u),
+                                  .tv_nsec = (long)(b->retry_ns % 1000000000u)};
+            pthread_cond_timedwait(&b->changed, &b->lock, &ts);
+        } else {
+            pthread_mutex_unlock(&b->lock);
+            box_try(b);
+            pthread_mutex_lock(&b->lock);
+        }
+    }
+    pthread_mutex_unlock(&b->lock);
+    return NULL;
+}
+
+/* ==== 5. Open and close ============================================================== */
+
+/* Take n x size bytes of the block; with `base` NULL only count. */
+static void *carve(uint8_t *base, uint64_t *used, uint64_t n, uint64_t size) {
+    void *p = base ? base + *used : NULL;
+    *used += (n * size + 63) / 64 * 64;
+    return p;
+}
+
+static void box_carve(box *b, uint8_t *base, uint64_t *used, const tier_model *m, uint32_t rows) {
+    uint64_t n_moe = m->n_layers - m->n_dense, pairs = (uint64_t)rows * m->top_k;
+    size_t most = tier_most_bytes(m, TIER_REPLY, false, rows),
+           resident = tier_most_bytes(m, TIER_RESIDENT, false, rows),
+           out = tier_most_bytes(m, TIER_REQUEST, true, rows);
+    if (most < resident) most = resident;
+    if (out < TIER_MAX_WISHES * 4) out = TIER_MAX_WISHES * 4;
+    b->in_cap = TIER_HEAD_BYTES + most;
+    b->in = carve(base, used, b->in_cap, 1);
+    b->out = carve(base, used, TIER_HEAD_BYTES + out, 1);
+    b->held = carve(base, used, n_moe, tier_map_bytes(m->n_experts));
+    b->list = carve(base, used, m->n_experts, sizeof *b->list);
+    b->row = carve(base, used, pairs, sizeof *b->row);
+    b->place = carve(base, used, rows, sizeof *b->place);
+    b->w = carve(base, used, pairs, sizeof *b->w);
+    b->n_served = carve(base, used, rows, 1);
+    b->wish = carve(base, used, TIER_MAX_WISHES, sizeof *b->wish);
+}
+
+uint64_t tier_bytes(const tier_model *m, const tier_options *o) {
+    uint64_t used = 0;
+    box b;
+    carve(NULL, &used, 1, sizeof(tier));
+    for (uint32_t i = 0; o->boxes[i] && i < TIER_MAX_BOXES; i++)
+        box_carve(&b, NULL, &used, m, o->max_rows);
+    return used;
+}
+
+static int box_start(box *b) {
+    pthread_condattr_t attr;
+    pthread_mutex_init(&b->lock, NULL);
+    pthread_condattr_init(&attr);
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    pthread_cond_init(&b->changed, &attr);
+    pthread_condattr_destroy(&attr);
+    return pthread_create(&b->thread, NULL, box_main, b);
+}
+
+int tier_open(tier **out, const tier_model *m, const tier_options *o, void *block, char *why,
+              size_t n_why) {
+    uint64_t used = 0;
+    tier *t = carve(block, &used, 1, sizeof *t);
+    *out = NULL;
+    t->m = *m;
+    t->spin_us = o->spin_us;
+    t->max_rows = o->max_rows;
+    t->next_id = 1;
+    const char *fault = o->key_file ? tier_key_read(o->key_file, &t->key) : NULL;
+    if (fault) {
+        snprintf(why, n_why, "tier: key file %s: %s", o->key_file, fault);
+        return -1;
+    }
+    for (uint32_t i = 0; o->boxes[i]; i++) {
+        box *b = &t->boxes[i];
+        if (i == TIER_MAX_BOXES || !tier_addr_parse(o->boxes[i], &b->addr)) {
+            snprintf(why, n_why,
+                     i == TIER_MAX_BOXES
+                         ? "tier: %s is one box too many; 16 is the most"
+                         : "tier: '%s' is no address; give HOST:PORT, [V6]:PORT or unix:PATH",
+                     o->boxes[i]);
+            tier_close(t);
+            return -1;
+        }
+        b->t = t;
+        snprintf(b->name, sizeof b->name, "%s", o->boxes[i]);
+        box_carve(b, block, &used, m, o->max_rows);
+        if (box_start(b) != 0) {
+            snprintf(why, n_why, "tier: cannot start a thread for %s", b->name);
+            tier_close(t);
+            return -1;
+        }
+        t->n_boxes++;
+    }
+    *out = t;
+    return 0;
+}
+
+void tier_wait(tier *t, uint32_t ms) {
+    uint64_t until = clock_ns() + ms * 1000000ull;
+    struct timespec ts = {.tv_sec = (time_t)(until / 1000000000u),
+                          .tv_nsec = (long)(until % 1000000000u)};
+    for (uint32_t i = 0; i < t->n_boxes; i++) {
+        box *b = &t->boxes[i];
+        int rc = 0;
+        pthread_mutex_lock(&b->lock);
+        while (!b->has_tried && rc == 0) rc = pthread_cond_timedwait(&b->changed, &b->lock, &ts);
+        pthread_mutex_unlock(&b->lock);
+    }
+}
+
+void tier_close(tier *t) {
+    if (!t) return;
+    for (uint32_t i = 0; i < t->n_boxes; i++) {
+        pthread_mutex_lock(&t->boxes[i].lock);
+        t->boxes[i].is_stopping = true;
+        pthread_cond_signal(&t->boxes[i].changed);
+        pthread_mutex_unlock(&t->boxes[i].lock);
+    }
+    for (uint32_t i = 0; i < t->n_boxes; i++) {
+        box *b = &t->boxes[i];
+        pthread_join(b->thread, NULL);
+        if (b->is_up && b->n_out == 0) box_begin_frame(b, TIER_GOODBYE, 0, 0);
+        if (b->is_up) close(b->fd);
+        pthread_mutex_destroy(&b->lock);
+        pthread_cond_destroy(&b->changed);
+    }
+    OPENSSL_cleanse(&t->key, sizeof t->key);
+}
+
+bool tier_note(tier *t, char *line, size_t cap) {
+    bool has = false;
+    for (uint32_t i = 0; i < t->n_boxes && !has; i++) {
+        box *b = &t->boxes[i];
+        pthread_mutex_lock(&b->lock);
+        has = b->note[0] != 0;
+        if (has) snprintf(line, cap, "%s", b->note);
+        b->note[0] = 0;
+        pthread_mutex_unlock(&b->lock);
+    }
+    return has;
+}
+
+void tier_stats_get(const tier *t, tier_stats *out) {
+    *out = t->stats;
+    for (uint32_t i = 0; i < t->n_boxes; i++) out->n_up += t->boxes[i].is_mine;
+}

@@ -1,0 +1,1453 @@
+/* tier_server.c - `k3-tier`: holds experts in memory and answers with their exact sums.
+ *
+ *   1 Messages, clock             5 Connections: hello, frames, residency
+ *   2 Experts: slots and heat     6 Listening, metrics, the loop
+ *   3 Warming, in the background  7 k3-tier status
+ *   4 Computing one request       8 Options and main
+ *
+ * What holds everywhere:
+ *   - one thread talks and computes: requests are taken one from each client in turn, and one
+ *     request has all cores; threads of the background only read the disk;
+ *   - a request never waits for the disk: what is not in memory is missing, at once;
+ *   - the arithmetic is the engine's own (experts.h), and a sum holds an expert whole or not at
+ *     all, so that the bits do not depend on who computed (docs/NUMERICS.md 5);
+ *   - whoever connects is believed nothing: a fault in a frame ends that connection only;
+ *   - nobody from another machine gets in without the key, unless --insecure says so.
+ */
+#include "experts.h"
+
+#define TIER_WIRE
+#include "tier.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <strings.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <time.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+
+/* ==== 1. Messages, clock ============================================================= */
+
+enum { DONE = 0, FAIL_IO = 1, FAIL_USAGE = 2, FAIL_MODEL = 3, FAIL_BUDGET = 4 };
+
+static bool is_quiet;
+
+__attribute__((format(printf, 1, 2))) static void say(const char *fmt, ...) {
+    va_list ap;
+    if (is_quiet) return;
+    va_start(ap, fmt);
+    fputs("k3-tier: ", stderr);
+    vfprintf(stderr, fmt, ap);
+    fputc('\n', stderr);
+    va_end(ap);
+}
+
+/* One line on stderr; returns `code`. */
+__attribute__((format(printf, 2, 3))) static int fail(int code, const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    fputs("k3-tier: ", stderr);
+    vfprintf(stderr, fmt, ap);
+    fputc('\n', stderr);
+    va_end(ap);
+    return code;
+}
+
+static int fail_status(int status, const k3_error *err) {
+    static const int code[] = {DONE,       FAIL_IO,     FAIL_IO, FAIL_USAGE,
+                               FAIL_MODEL, FAIL_BUDGET, 5 /* check */};
+    int i = -status;
+    return fail(i < (int)COUNT(code) ? code[i] : FAIL_IO, "%s",
+                err->text[0] ? err->text : k3_status_name(status));
+}
+
+static uint64_t clock_ns(void) {
+    struct timespec ts;
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+/* ==== 2. Experts: slots and heat =====================================================
+ *
+ * A slot holds one whole expert, read and checked, or is being filled, or is free. Heat is how
+ * often clients wanted an expert, halved every minute. All of it is under one lock, which is held for
+ * look-ups only: while a request is computed its slots are pinned.
+ */
+typedef struct {
+    uint32_t il, ie, pins;
+    bool is_kept; /* named by --pins */
+    expert_view view;
+} slot;
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t work; /* for those who warm                         */
+    slot *slots;
+    uint8_t *bytes; /* [n_slots][slot_bytes]                      */
+    uint64_t slot_bytes;
+    uint32_t n_slots, n_held;
+    uint32_t *free, n_free;
+    int32_t *slot_of;   /* [n_moe x n_experts]; NONE, or a slot       */
+    float *heat;        /* [n_moe x n_experts]; below 0: unreadable   */
+    uint8_t *is_coming; /* [n_moe x n_experts]                        */
+    uint8_t *held;      /* [n_moe][map bytes], as clients are told    */
+    uint32_t *version;  /* [n_moe] counts changes of a layer's map    */
+    uint64_t n_changes;
+    uint64_t fill_at, fill_n; /* experts nobody asked for: the next, and how many were looked at */
+    uint32_t *pins;           /* experts by index, the most wanted first    */
+    uint32_t n_pins, i_pin;
+    uint64_t n_warmed, n_evicted;
+    bool is_stopping, is_filling;
+} store;
+
+#define NONE (-1)
+#define WARMERS 4
+
+/* ---- One connection (section 5) ---- */
+
+enum conn_state { C_FREE, C_HELLO, C_PROOF, C_UP, C_STATUS, C_HTTP, C_CLOSING };
+
+typedef struct {
+    enum conn_state state;
+    int fd;
+    uint32_t number;            /* for the dump                              */
+    uint64_t since_ns, sent_ns; /* accepted; last progress of sending   */
+    uint8_t *in, *out;
+    size_t n_in, in_cap, n_out, i_out, out_cap;
+    bool has_frame;      /* a whole one lies in `in`                  */
+    uint64_t arrived_ns; /* when it was whole                         */
+    uint8_t hello[TIER_HELLO_BYTES], nonce[TIER_NONCE_BYTES];
+    uint64_t told_changes;
+    uint32_t *told; /* [n_moe] versions                          */
+} conn;
+
+#define MAX_LISTEN 8
+#define MAX_CLIENTS 64
+#define MAX_STATUS 8 /* connections beyond the clients: status, metrics, those not yet welcome */
+#define MAX_CONNS (MAX_CLIENTS + MAX_STATUS)
+
+typedef struct {
+    uint32_t ie, n, first, at; /* pairs [first, first + n); its first in the batch */
+    int32_t i_slot;
+    bool is_bad;
+    expert_view view;
+} item;
+
+typedef struct {
+    const char *model_dir, *kernels, *key_file, *metrics, *pins, *sums, *dump;
+    const char *listen[MAX_LISTEN + 1];
+    uint32_t n_listen, threads, spin_us, clients;
+    uint64_t ram;
+    bool is_insecure, no_fill;
+} options;
+
+typedef struct {
+    options o;
+    k3_engine *e;
+    const k3_shape *sh;
+    tier_model m;
+    tier_key key;
+    expert_math math;
+    store st;
+    uint32_t n_moe, n_threads;
+
+    float *zp, *zpair, *hpair, *local; /* section 4 */
+    uint64_t local_floats;
+    item *items, **batch;
+    uint32_t *pair_row;
+    float *pair_w;
+
+    conn conns[MAX_CONNS];
+    struct {
+        int fd;
+        bool is_http;
+        char path[sizeof(((tier_addr *)0)->path)]; /* to unlink */
+    } listen[MAX_LISTEN + 1];
+    uint32_t n_listen, n_clients, next_number;
+    int wake_fd;
+    FILE *dump;
+    uint64_t start_ns, busy_ns; /* busy: last time that something came */
+    uint64_t stats[TIER_N_STATS];
+} server;
+
+static volatile sig_atomic_t is_ending;
+static int signal_fd = -1;
+
+static void on_signal(int number) {
+    uint64_t one = 1;
+    (void)number;
+    is_ending = 1;
+    if (signal_fd >= 0 && write(signal_fd, &one, sizeof one) < 0) return;
+}
+
+static size_t index_of(const server *s, uint32_t il, uint32_t ie) {
+    return (size_t)(il - s->m.n_dense) * s->m.n_experts + ie;
+}
+
+/* A layer's map changed; lock held. */
+static void store_tell(server *s, uint32_t il, uint32_t ie, bool is_held) {
+    store *st = &s->st;
+    uint32_t i = il - s->m.n_dense;
+    uint8_t *at = &st->held[i * tier_map_bytes(s->m.n_experts) + ie / 8],
+            bit = (uint8_t)(1u << ie % 8);
+    *at = is_held ? *at | bit : *at & (uint8_t)~bit;
+    st->version[i]++;
+    st->n_changes++;
+}
+
+/* Pin an expert; NONE when it is not in memory. */
+static int32_t store_pin(server *s, uint32_t il, uint32_t ie, uint32_t n_pairs, expert_view *x) {
+    store *st = &s->st;
+    size_t i = index_of(s, il, ie);
+    pthread_mutex_lock(&st->lock);
+    int32_t at = st->slot_of[i];
+    if (st->heat[i] >= 0) st->heat[i] += (float)n_pairs;
+    if (at != NONE) {
+        st->slots[at].pins++;
+        *x = st->slots[at].view;
+    } else {
+        pthread_cond_signal(&st->work);
+    }
+    pthread_mutex_unlock(&st->lock);
+    return at;
+}
+
+static void store_unpin(server *s, const item *items, uint32_t n) {
+    pthread_mutex_lock(&s->st.lock);
+    for (uint32_t x = 0; x < n; x++)
+        if (items[x].i_slot != NONE) s->st.slots[items[x].i_slot].pins--;
+    pthread_mutex_unlock(&s->st.lock);
+}
+
+static void store_wish(server *s, const uint8_t *p, size_t n) {
+    store *st = &s->st;
+    pthread_mutex_lock(&st->lock);
+    for (size_t k = 0; k < n; k += 4) {
+        size_t i = index_of(s, tier_get16(p + k), tier_get16(p + k + 2));
+        if (st->heat[i] >= 0) st->heat[i] += 1.0f;
+    }
+    pthread_cond_broadcast(&st->work);
+    pthread_mutex_unlock(&st->lock);
+}
+
+static void store_cool(server *s) {
+    size_t n = (size_t)s->n_moe * s->m.n_experts;
+    pthread_mutex_lock(&s->st.lock);
+    for (size_t i = 0; i < n; i++)
+        if (s->st.heat[i] > 0) s->st.heat[i] *= 0.5f;
+    pthread_mutex_unlock(&s->st.lock);
+}
+
+/* ==== 3. Warming =====================================================================
+ *
+ * First what --pins names, then what clients want, hottest first; while nobody wants anything and
+ * there is room, anything else, from a place of its own so that boxes beside each other differ. A
+ * full store makes room only for an expert clearly hotter than its coldest.
+ */
+
+/* The hottest expert that is wanted and not here; lock held. */
+static int64_t warm_wanted(const server *s) {
+    const store *st = &s->st;
+    int64_t best = NONE;
+    for (size_t i = 0; i < (size_t)s->n_moe * s->m.n_experts; i++)
+        if (st->slot_of[i] == NONE && !st->is_coming[i] && st->heat[i] > 0 &&
+            (best == NONE || st->heat[i] > st->heat[best]))
+            best = (int64_t)i;
+    return best;
+}
+
+static int64_t warm_pin(store *st) {
+    while (st->i_pin < st->n_pins) {
+        uint32_t i = st->pins[st->i_pin++];
+        if (st->slot_of[i] == NONE && !st->is_coming[i] && st->heat[i] >= 0) return i;
+    }
+    return NONE;
+}
+
+static int64_t warm_fill(const server *s, store *st) {
+    uint64_t n = (uint64_t)s->n_moe * s->m.n_experts;
+    while (st->is_filling && st->fill_n < n) {
+        uint64_t k = (st->fill_at + st->fill_n++) % n; /* all layers get their share */
+        uint64_t i = k % s->n_moe * s->m.n_experts + k / s->n_moe;
+        if (st->slot_of[i] == NONE && !st->is_coming[i] && st->heat[i] >= 0) return (int64_t)i;
+    }
+    return NONE;
+}
+
+/* Take the coldest slot from its expert, if that is colder than `heat`; lock held. */
+static int32_t warm_evict(server *s, float heat) {
+    store *st = &s->st;
+    int32_t coldest = NONE;
+    float least = heat;
+    for (uint32_t i = 0; i < st->n_slots; i++) {
+        const slot *x = &st->slots[i];
+        size_t at = index_of(s, x->il, x->ie);
+        if (st->slot_of[at] != (int32_t)i || x->pins > 0 || x->is_kept) continue;
+        if (1.25f * st->heat[at] + 1.0f >= least) continue;
+        least = 1.25f * st->heat[at] + 1.0f;
+        coldest = (int32_t)i;
+    }
+    if (coldest == NONE) return NONE;
+    slot *x = &st->slots[coldest];
+    st->slot_of[index_of(s, x->il, x->ie)] = NONE;
+    store_tell(s, x->il, x->ie, false);
+    st->n_held--;
+    st->n_evicted++;
+    return coldest;
+}
+
+/* The next expert to read and a slot for it; false when there is none now. Lock held. */
+static bool warm_next(server *s, size_t *expert, int32_t *i_slot) {
+    store *st = &s->st;
+    int64_t pin = st->n_free > 0 ? warm_pin(st) : NONE, i = pin;
+    if (i == NONE) i = warm_wanted(s);
+    if (i == NONE && st->n_free > 0) i = warm_fill(s, st);
+    if (i == NONE) return false;
+    *i_slot = st->n_free > 0 ? (int32_t)st->free[--st->n_free] : warm_evict(s, st->heat[i]);
+    if (*i_slot == NONE) return false;
+    st->slots[*i_slot].is_kept = pin != NONE;
+    st->is_coming[i] = 1;
+    *expert = (size_t)i;
+    return true;
+}
+
+static void warm_done(server *s, size_t i, int32_t i_slot, int rc, const expert_view *x) {
+    store *st = &s->st;
+    slot *to = &st->slots[i_slot];
+    st->is_coming[i] = 0;
+    if (rc < 0) {
+        st->heat[i] = -1.0f;
+        st->free[st->n_free++] = (uint32_t)i_slot;
+        return;
+    }
+    to->il = s->m.n_dense + (uint32_t)(i / s->m.n_experts);
+    to->ie = (uint32_t)(i % s->m.n_experts);
+    to->pins = 0;
+    to->view = *x;
+    st->slot_of[i] = i_slot;
+    st->n_held++;
+    st->n_warmed++;
+    store_tell(s, to->il, to->ie, true);
+}
+
+/* One thread that reads experts. */
+static void *warm_main(void *arg) {
+    server *s = arg;
+    store *st = &s->st;
+    size_t i;
+    int32_t i_slot;
+    pthread_mutex_lock(&st->lock);
+    while (!st->is_stopping) {
+        if (!warm_next(s, &i, &i_slot)) {
+            pthread_cond_wait(&st->work, &st->lock);
+            continue;
+        }
+        pthread_mutex_unlock(&st->lock);
+        expert_view x;
+        k3_error err = {{0}};
+        uint64_t one = 1;
+        int rc = k3_expert_read(s->e, s->m.n_dense + (uint32_t)(i / s->m.n_experts),
+                                (uint32_t)(i % s->m.n_experts),
+                                st->bytes + (uint64_t)i_slot * st->slot_bytes, &x, &err);
+        if (rc < 0) say("%s; it is left out", err.text);
+        pthread_mutex_lock(&st->lock);
+        warm_done(s, i, i_slot, rc, &x);
+        if (write(s->wake_fd, &one, sizeof one) < 0) continue; /* it is awake */
+    }
+    pthread_mutex_unlock(&st->lock);
+    return NULL;
+}
+
+/* ==== 4. Computing one request =======================================================
+ *
+ * As section 11 of k3.c does it: experts in batches of as many pairs as scratch has room for, tiles
+ * of rows over threads. */
+#define BATCH_PAIRS TIER_MAX_ROWS
+
+static int thread_index(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+static size_t tile_count(size_t n) { return (n + EXPERT_TILE - 1) / EXPERT_TILE; }
+
+static size_t tile_rows(size_t row, size_t n) {
+    return n - row < EXPERT_TILE ? n - row : EXPERT_TILE;
+}
+
+/* Each expert's rows of z, packed side by side. */
+static void compute_gather(server *s, const float *z, uint32_t n_rows, uint32_t n_batch) {
+    size_t lat = s->math.latent;
+    if (n_rows == 1) return;
+#pragma omp parallel for num_threads(s->n_threads) schedule(static)
+    for (uint32_t x = 0; x < n_batch; x++) {
+        fp_default();
+        for (uint32_t j = 0; j < s->batch[x]->n; j++)
+            s->math.k->pack(s->zpair + s->batch[x]->at * lat, s->batch[x]->n, j,
+                            z + s->pair_row[s->batch[x]->first + j] * lat, lat);
+    }
+}
+
+/* Q += the terms of one tile of rows, for every expert of the batch. */
+static void compute_outer(server *s, size_t row, uint32_t n_batch, int64_t *Q, float *local) {
+    size_t lat = s->math.latent, rows = tile_rows(row, lat);
+    for (uint32_t x = 0; x < n_batch; x++) {
+        item *it = s->batch[x];
+        expert_outer_rows(&s->math, &it->view, row, rows, s->hpair + it->at * s->math.inter, it->n,
+                          local);
+        for (uint32_t j = 0; j < it->n; j++) {
+            uint32_t pair = it->first + j;
+            if (s->math.k->add_q40(Q + s->pair_row[pair] * lat + row, local + j * rows,
+                                   s->pair_w[pair], rows) == rows)
+                continue;
+#pragma omp atomic write
+            it->is_bad = true;
+        }
+    }
+}
+
+static void compute_batch(server *s, const float *z, uint32_t n_rows, uint32_t n_batch,
+                          int64_t *Q) {
+    size_t lat = s->math.latent, inter = s->math.inter, n_inner = tile_count(inter) * n_batch;
+    compute_gather(s, z, n_rows, n_batch);
+#pragma omp parallel for num_threads(s->n_threads) schedule(static)
+    for (size_t i = 0; i < n_inner; i++) {
+        const item *it = s->batch[i % n_batch];
+        size_t row = i / n_batch * EXPERT_TILE;
+        fp_default();
+        expert_inner_rows(&s->math, &it->view, row, tile_rows(row, inter),
+                          n_rows == 1 ? s->zp : s->zpair + it->at * lat, it->n,
+                          s->hpair + it->at * inter,
+                          s->local + (size_t)thread_index() * s->local_floats);
+    }
+#pragma omp parallel for num_threads(s->n_threads) schedule(static)
+    for (size_t i = 0; i < tile_count(lat); i++) {
+        fp_default();
+        compute_outer(s, i * EXPERT_TILE, n_batch, Q,
+                      s->local + (size_t)thread_index() * s->local_floats);
+    }
+}
+
+/* Q = the sum of every item that is here and not bad. Returns whether none went bad in it. */
+static bool compute_sum(server *s, const float *z, uint32_t n_rows, uint32_t n_items, int64_t *Q) {
+    bool is_good = true;
+    memset(Q, 0, n_rows * s->math.latent * sizeof *Q);
+    for (uint32_t x = 0; x < n_items;) {
+        uint32_t n_batch = 0, n_pairs = 0;
+        for (; x < n_items && n_pairs + s->items[x].n <= BATCH_PAIRS; x++) {
+            item *it = &s->items[x];
+            if (it->i_slot == NONE || it->is_bad) continue;
+            it->at = n_pairs;
+            n_pairs += it->n;
+            s->batch[n_batch++] = it;
+        }
+        if (n_batch > 0) compute_batch(s, z, n_rows, n_batch, Q);
+    }
+    for (uint32_t x = 0; x < n_items; x++) is_good = is_good && !s->items[x].is_bad;
+    return is_good;
+}
+
+/* Write the payload of the reply to `p`; its length. `z` is aligned as floats are. */
+static size_t compute_request(server *s, const tier_request *r, const float *z, bool is_stale,
+                              uint8_t *p) {
+    uint32_t n_here = 0, first = 0;
+    uint8_t *served = p + TIER_FIXED_BYTES;
+    int64_t *Q = (int64_t *)(void *)(served + tier_served_bytes(r->n_experts));
+    memset(p, 0, TIER_FIXED_BYTES + tier_served_bytes(r->n_experts));
+    for (uint32_t x = 0; x < r->n_experts; x++) {
+        item *it = &s->items[x];
+        *it = (item){.ie = tier_get16(r->experts + 4 * x), .n = tier_get16(r->experts + 4 * x + 2)};
+        it->first = first;
+        first += it->n;
+        it->i_slot = is_stale ? NONE : store_pin(s, r->il, it->ie, it->n, &it->view);
+        n_here += it->i_slot != NONE;
+    }
+    for (uint32_t i = 0; i < r->n_pairs; i++) s->pair_row[i] = tier_get16(r->rows + 2 * i);
+    memcpy(s->pair_w, r->weights, r->n_pairs * sizeof *s->pair_w);
+    if (n_here > 0 && r->n_rows == 1) s->math.k->pack(s->zp, 1, 0, z, s->math.latent);
+    if (n_here > 0 && !compute_sum(s, z, r->n_rows, r->n_experts, Q))
+        compute_sum(s, z, r->n_rows, r->n_experts, Q); /* once more, without what went bad */
+    store_unpin(s, s->items, r->n_experts);
+    n_here = 0;
+    for (uint32_t x = 0; x < r->n_experts; x++) {
+        bool is_in = s->items[x].i_slot != NONE && !s->items[x].is_bad;
+        served[x / 8] |= (uint8_t)(is_in << x % 8);
+        n_here += is_in;
+    }
+    tier_put16(p, r->il);
+    tier_put16(p + 2, n_here > 0 ? r->n_rows : 0);
+    tier_put16(p + 4, r->n_experts);
+    s->stats[TIER_STAT_SERVED] += n_here;
+    s->stats[TIER_STAT_MISSING] += r->n_experts - n_here;
+    s->stats[TIER_STAT_STALE] += is_stale;
+    return tier_reply_bytes(&s->m, n_here > 0 ? r->n_rows : 0, r->n_experts);
+}
+
+/* ==== 5. Connections =================================================================
+ *
+ * A connection is asked who it is, then sends frames. One frame is taken at a time; while a reply
+ * is not all sent nothing more is read, so that a client that does not read holds up nobody else.
+ */
+
+static void conn_close(server *s, conn *c, const char *why) {
+    if (c->state == C_UP) s->n_clients--;
+    if (why && *why) {
+        s->stats[TIER_STAT_BAD]++;
+        say("client %u: %s", c->number, why);
+    }
+    close(c->fd);
+    free(c->in);
+    free(c->out);
+    free(c->told);
+    memset(c, 0, sizeof *c);
+    c->fd = -1;
+}
+
+/* Room for frames both ways; false when there is no memory. */
+static bool conn_room(conn *c, size_t in, size_t out) {
+    uint8_t *a = realloc(c->in, in), *b = realloc(c->out, out);
+    if (a) c->in = a;
+    if (b) c->out = b;
+    if (!a || !b) return false;
+    c->in_cap = in;
+    c->out_cap = out;
+    return true;
+}
+
+static const char *const FRAME_NAME[TIER_N_TYPES] = {"?",       "hello",  "challenge", "proof",
+                                                     "welcome", "refuse", "resident",  "request",
+                                                     "reply",   "wish",   "stats",     "goodbye"};
+
+/* One frame for the dump: a line of what it says, then its bytes, the first 256 of them. */
+static void dump_frame(server *s, const conn *c, bool is_in, const uint8_t *frame) {
+    uint32_t n = TIER_HEAD_BYTES + tier_get32(frame + 8), type = frame[4];
+    const uint8_t *p = frame + TIER_HEAD_BYTES;
+    if (!s->dump) return;
+    fprintf(s->dump, "%.6f client %u %s %s, %u bytes, id %llu",
+            (double)(clock_ns() - s->start_ns) * 1e-9, c->number, is_in ? "->" : "<-",
+            FRAME_NAME[type], n, (unsigned long long)tier_get64(frame + 16));
+    if (type == TIER_REQUEST || type == TIER_REPLY)
+        fprintf(s->dump, ", layer %u, rows %u, experts %u, %u %s, %u %s", tier_get16(p),
+                tier_get16(p + 2), tier_get16(p + 4), tier_get32(p + 8),
+                type == TIER_REQUEST ? "pairs" : "ns queued", tier_get32(p + 12),
+                type == TIER_REQUEST ? "us to wait" : "ns computed");
+    for (uint32_t i = 0; i < n && i < 256; i += 16) {
+        fprintf(s->dump, "\n  %06x ", i);
+        for (uint32_t k = i; k < i + 16 && k < n; k++) fprintf(s->dump, " %02x", frame[k]);
+        fprintf(s->dump, "%*s", (int)(i + 16 > n ? 3 * (i + 16 - n) + 2 : 2), "");
+        for (uint32_t k = i; k < i + 16 && k < n; k++)
+            fputc(frame[k] >= 0x20 && frame[k] < 0x7f ? frame[k] : '.', s->dump);
+    }
+    fputc('\n', s->dump);
+}
+
+/* Send what is left in `out`; false when the connection was closed. */
+static bool conn_flush(server *s, conn *c) {
+    while (c->i_out < c->n_out) {
+        ssize_t n =
+            send(c->fd, c->out + c->i_out, c->n_out - c->i_out, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return true;
+        if (n < 0) {
+            conn_close(s, c, NULL);
+            return false;
+        }
+        c->i_out += (size_t)n;
+        c->sent_ns = clock_ns();
+        s->stats[TIER_STAT_OUT_BYTES] += (uint64_t)n;
+    }
+    c->i_out = c->n_out = 0;
+    if (c->state != C_CLOSING) return true;
+    conn_close(s, c, NULL);
+    return false;
+}
+
+/* Add a frame whose payload of n bytes lies at the end of `out`. */
+static void conn_add(server *s, conn *c, enum tier_type type, uint64_t id, size_t n) {
+    uint8_t *frame = c->out + c->n_out;
+    c->n_out += tier_seal(frame, type, id, (uint32_t)n);
+    c->sent_ns = clock_ns();
+    dump_frame(s, c, false, frame);
+}
+
+/* Where the payload of the next frame goes. */
+static uint8_t *conn_payload(conn *c) { return c->out + c->n_out + TIER_HEAD_BYTES; }
+
+/* Say why, then close. */
+static bool conn_refuse(server *s, conn *c, enum tier_type type, const char *why) {
+    size_t n = strlen(why);
+    if (n > TIER_MAX_TEXT) n = TIER_MAX_TEXT;
+    if (c->n_out + TIER_HEAD_BYTES + n > c->out_cap) {
+        conn_close(s, c, why);
+        return false;
+    }
+    memcpy(conn_payload(c), why, n);
+    conn_add(s, c, type, 0, n);
+    if (c->state == C_UP) s->n_clients--;
+    c->state = C_CLOSING;
+    s->stats[TIER_STAT_BAD] += type == TIER_REFUSE;
+    return conn_flush(s, c);
+}
+
+/* Tell a client of layers that changed since it was told last. */
+static bool conn_tell(server *s, conn *c) {
+    store *st = &s->st;
+    size_t map = tier_map_bytes(s->m.n_experts), n = 0;
+    uint8_t *p = conn_payload(c);
+    pthread_mutex_lock(&st->lock);
+    for (uint32_t i = 0; i < s->n_moe; i++) {
+        if (c->told[i] == st->version[i]) continue;
+        c->told[i] = st->version[i];
+        tier_put16(p + n, s->m.n_dense + i);
+        tier_put16(p + n + 2, 0);
+        memcpy(p + n + 4, st->held + i * map, map);
+        n += 4 + map;
+    }
+    c->told_changes = st->n_changes;
+    pthread_mutex_unlock(&st->lock);
+    conn_add(s, c, TIER_RESIDENT, 0, n);
+    return conn_flush(s, c);
+}
+
+/* Known and fit: the client learns what is here. */
+static bool conn_welcome(server *s, conn *c) {
+    tier_hello h;
+    char why[TIER_MAX_TEXT];
+    bool is_client = tier_hello_parse(c->hello, TIER_HELLO_BYTES, &h) == NULL && h.role == 0;
+    if (is_client && tier_model_differs(&s->m, &h.model, why, sizeof why))
+        return conn_refuse(s, c, TIER_REFUSE, why);
+    if (is_client && s->n_clients == s->o.clients)
+        return conn_refuse(s, c, TIER_REFUSE, "as many clients as it takes; see --clients");
+    size_t in = TIER_HEAD_BYTES + tier_most_bytes(&s->m, TIER_REQUEST, true, TIER_MAX_ROWS),
+           reply = TIER_HEAD_BYTES + tier_most_bytes(&s->m, TIER_REPLY, false, TIER_MAX_ROWS),
+           first = 2 * TIER_HEAD_BYTES + TIER_WELCOME_BYTES + tier_resident_bytes(&s->m, s->n_moe);
+    if (in < TIER_HEAD_BYTES + TIER_MAX_WISHES * 4) in = TIER_HEAD_BYTES + TIER_MAX_WISHES * 4;
+    if (is_client && (!(c->told = malloc(s->n_moe * sizeof *c->told)) ||
+                      !conn_room(c, in, (reply > first ? reply : first) + 1024)))
+        return conn_refuse(s, c, TIER_REFUSE, "no memory for another client");
+    uint8_t *p = conn_payload(c);
+    tier_put32(p, s->st.n_slots);
+    pthread_mutex_lock(&s->st.lock);
+    tier_put32(p + 4, s->st.n_held);
+    pthread_mutex_unlock(&s->st.lock);
+    tier_put32(p + 8, TIER_MAX_ROWS);
+    tier_put32(p + 12, 0);
+    conn_add(s, c, TIER_WELCOME, 0, TIER_WELCOME_BYTES);
+    c->state = is_client ? C_UP : C_STATUS;
+    if (!is_client) return conn_flush(s, c);
+    s->n_clients++;
+    memset(c->told, 0xff, s->n_moe * sizeof *c->told);
+    return conn_tell(s, c);
+}
+
+static bool conn_hello(server *s, conn *c, const uint8_t *p, size_t n) {
+    tier_hello h;
+    const char *why = tier_hello_parse(p, n, &h);
+    if (why) return conn_refuse(s, c, TIER_REFUSE, why);
+    memcpy(c->hello, p, TIER_HELLO_BYTES);
+    if (s->key.n == 0) return conn_welcome(s, c);
+    if (!tier_nonce(c->nonce)) return conn_refuse(s, c, TIER_REFUSE, "no random bytes");
+    uint8_t *to = conn_payload(c);
+    memcpy(to, c->nonce, TIER_NONCE_BYTES);
+    tier_proof(&s->key, "k3-tier server", c->hello, c->nonce, to + TIER_NONCE_BYTES);
+    conn_add(s, c, TIER_CHALLENGE, 0, TIER_CHALLENGE_BYTES);
+    c->state = C_PROOF;
+    return conn_flush(s, c);
+}
+
+static bool conn_proof(server *s, conn *c, const uint8_t *p, size_t n) {
+    uint8_t want[32];
+    tier_proof(&s->key, "k3-tier client", c->hello, c->nonce, want);
+    if (n != TIER_PROOF_BYTES || CRYPTO_memcmp(want, p, sizeof want) != 0)
+        return conn_refuse(s, c, TIER_REFUSE, "another key");
+    return conn_welcome(s, c);
+}
+
+static uint64_t rss_bytes(void) {
+    unsigned long long pages = 0;
+    FILE *f = fopen("/proc/self/statm", "r");
+    if (f && fscanf(f, "%*s %llu", &pages) != 1) pages = 0;
+    if (f) fclose(f);
+    return pages * (uint64_t)sysconf(_SC_PAGESIZE);
+}
+
+static void stats_take(server *s, uint64_t out[TIER_N_STATS]) {
+    pthread_mutex_lock(&s->st.lock);
+    s->stats[TIER_STAT_HELD] = s->st.n_held;
+    s->stats[TIER_STAT_WARMED] = s->st.n_warmed;
+    s->stats[TIER_STAT_EVICTED] = s->st.n_evicted;
+    pthread_mutex_unlock(&s->st.lock);
+    s->stats[TIER_STAT_UPTIME_MS] = (clock_ns() - s->start_ns) / 1000000u;
+    s->stats[TIER_STAT_CAPACITY] = s->st.n_slots;
+    s->stats[TIER_STAT_TOTAL] = (uint64_t)s->n_moe * s->m.n_experts;
+    s->stats[TIER_STAT_CLIENTS] = s->n_clients;
+    s->stats[TIER_STAT_RSS_BYTES] = rss_bytes();
+    memcpy(out, s->stats, sizeof s->stats);
+}
+
+static uint32_t saturate(uint64_t ns) { return ns < UINT32_MAX ? (uint32_t)ns : UINT32_MAX; }
+
+static bool conn_request(server *s, conn *c, const tier_head *h, const uint8_t *p) {
+    tier_request r;
+    const char *why = tier_request_parse(&s->m, TIER_MAX_ROWS, p, h->n, &r);
+    if (why) {
+        conn_close(s, c, why);
+        return false;
+    }
+    uint64_t start = clock_ns(), queued = start - c->arrived_ns;
+    uint8_t *to = conn_payload(c);
+    size_t n = compute_request(s, &r, (const float *)(const void *)r.z,
+                               r.n_experts > 0 && queued / 1000 > r.wait_us, to);
+    uint64_t took = clock_ns() - start;
+    tier_put32(to + 8, saturate(queued));
+    tier_put32(to + 12, saturate(took));
+    s->stats[TIER_STAT_REQUESTS]++;
+    s->stats[TIER_STAT_COMPUTE_NS] += took;
+    conn_add(s, c, TIER_REPLY, h->id, n);
+    return conn_flush(s, c);
+}
+
+static bool conn_wish(server *s, conn *c, const uint8_t *p, size_t n) {
+    bool is_good = n % 4 == 0;
+    for (size_t k = 0; is_good && k < n; k += 4) {
+        uint32_t il = tier_get16(p + k), ie = tier_get16(p + k + 2);
+        is_good = il >= s->m.n_dense && il < s->m.n_layers && ie < s->m.n_experts;
+    }
+    if (is_good)
+        store_wish(s, p, n);
+    else
+        conn_close(s, c, "a wish for no expert");
+    return is_good;
+}
+
+/* Act on the frame at the front of `in`; false when the connection was closed. */
+static bool conn_act(server *s, conn *c) {
+    tier_head h;
+    const uint8_t *p = c->in + TIER_HEAD_BYTES;
+    const char *why = tier_head_parse(c->in, &h);
+    bool is_open = false;
+    if (!why && tier_sum(c->in, h.n) != h.sum) why = "a frame that does not match its sum";
+    if (why) {
+        conn_close(s, c, why);
+        return false;
+    }
+    dump_frame(s, c, true, c->in);
+    if (c->state == C_HELLO && h.type == TIER_HELLO) {
+        is_open = conn_hello(s, c, p, h.n);
+    } else if (c->state == C_PROOF && h.type == TIER_PROOF) {
+        is_open = conn_proof(s, c, p, h.n);
+    } else if (c->state == C_UP && h.type == TIER_REQUEST) {
+        is_open = conn_request(s, c, &h, p);
+    } else if (c->state == C_UP && h.type == TIER_WISH) {
+        is_open = conn_wish(s, c, p, h.n);
+    } else if ((c->state == C_UP || c->state == C_STATUS) && h.type == TIER_STATS) {
+        stats_take(s, (uint64_t *)(void *)conn_payload(c));
+        conn_add(s, c, TIER_STATS, h.id, TIER_N_STATS * 8);
+        is_open = conn_flush(s, c);
+    } else {
+        conn_close(s, c, h.type == TIER_GOODBYE ? NULL : "a frame out of turn");
+    }
+    if (!is_open) return false;
+    size_t n = TIER_HEAD_BYTES + (size_t)h.n;
+    c->n_in -= n;
+    memmove(c->in, c->in + n, c->n_in);
+    return true;
+}
+
+/* Is the frame at the front of `in` whole? False, and closed, when it cannot become one. */
+static bool conn_look(server *s, conn *c) {
+    tier_head h = {.n = 0};
+    c->has_frame = false;
+    if (c->n_in < TIER_HEAD_BYTES) return true;
+    const char *why = tier_head_parse(c->in, &h);
+    size_t most =
+        c->state == C_UP ? tier_most_bytes(&s->m, h.type, true, TIER_MAX_ROWS) : TIER_MAX_EARLY;
+    if (!why && h.n > most) why = "a frame beyond the limit";
+    if (why) {
+        conn_close(s, c, why);
+        return false;
+    }
+    c->has_frame = c->n_in >= TIER_HEAD_BYTES + (size_t)h.n;
+    if (c->has_frame) c->arrived_ns = clock_ns();
+    return true;
+}
+
+/* Take in what has come; false when the connection was closed. */
+static bool conn_fill(server *s, conn *c) {
+    ssize_t n = recv(c->fd, c->in + c->n_in, c->in_cap - c->n_in, MSG_DONTWAIT);
+    if (n < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK)) return true;
+    if (n <= 0) {
+        conn_close(s, c, c->state == C_UP && c->n_in > 0 ? "left in the middle of a frame" : NULL);
+        return false;
+    }
+    c->n_in += (size_t)n;
+    s->stats[TIER_STAT_IN_BYTES] += (uint64_t)n;
+    s->busy_ns = clock_ns();
+    return conn_look(s, c);
+}
+
+/* ==== 6. Listening, metrics, the loop ================================================ */
+
+static bool is_loopback(const struct sockaddr *sa) {
+    if (sa->sa_family == AF_INET)
+        return ntohl(((const struct sockaddr_in *)(const void *)sa)->sin_addr.s_addr) >> 24 == 127;
+    const struct in6_addr *a = &((const struct sockaddr_in6 *)(const void *)sa)->sin6_addr;
+    return IN6_IS_ADDR_LOOPBACK(a) || (IN6_IS_ADDR_V4MAPPED(a) && a->s6_addr[12] == 127);
+}
+
+static int listen_on(server *s, const char *text, int fd, const struct sockaddr *sa, socklen_t n,
+                     bool is_http) {
+    int one = 1;
+    if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    if (fd < 0 || bind(fd, sa, n) != 0 || listen(fd, 16) != 0) {
+        int why = errno;
+        if (fd >= 0) close(fd);
+        return fail(FAIL_IO, "listen %s: %s", text, strerror(why));
+    }
+    s->listen[s->n_listen].fd = fd;
+    s->listen[s->n_listen].is_http = is_http;
+    s->n_listen++;
+    return DONE;
+}
+
+/* A socket in the file system, for this user only; one that nobody serves any more is replaced. */
+static int listen_unix(server *s, const char *text, const tier_addr *a, bool is_http) {
+    struct sockaddr_un sa = {.sun_family = AF_UNIX};
+    strcpy(sa.sun_path, a->path);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd >= 0 && connect(fd, (struct sockaddr *)&sa, sizeof sa) == 0) {
+        close(fd);
+        return fail(FAIL_IO, "listen %s: in use", text);
+    }
+    if (fd >= 0 && errno == ECONNREFUSED) unlink(a->path);
+    if (fd >= 0) close(fd);
+    mode_t mask = umask(077);
+    fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int rc = listen_on(s, text, fd, (struct sockaddr *)&sa, sizeof sa, is_http);
+    umask(mask);
+    if (rc == DONE) strcpy(s->listen[s->n_listen - 1].path, a->path);
+    return rc;
+}
+
+static int listen_open(server *s, const char *text, bool is_http) {
+    tier_addr a;
+    struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, *list = NULL;
+    if (!tier_addr_parse(text, &a))
+        return fail(FAIL_USAGE, "'%s' is no address; give HOST:PORT, [V6]:PORT or unix:PATH", text);
+    if (a.is_unix) return listen_unix(s, text, &a, is_http);
+    int rc = getaddrinfo(a.host, a.port, &hints, &list);
+    if (rc != 0) return fail(FAIL_IO, "listen %s: %s", text, gai_strerror(rc));
+    for (struct addrinfo *i = list; i; i = i->ai_next)
+        if (!is_loopback(i->ai_addr) && !s->o.is_insecure && (is_http || s->key.n == 0)) {
+            freeaddrinfo(list);
+            return fail(FAIL_USAGE,
+                        "listen %s: other machines can reach it; give %s--insecure if all of them "
+                        "may come in",
+                        text, is_http ? "" : "--psk-file FILE, or ");
+        }
+    int fd = socket(list->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    rc = listen_on(s, text, fd, list->ai_addr, list->ai_addrlen, is_http);
+    freeaddrinfo(list);
+    return rc;
+}
+
+static void conn_accept(server *s, uint32_t i_listen) {
+    int fd = accept4(s->listen[i_listen].fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    conn *c = NULL;
+    if (fd < 0) return;
+    for (uint32_t i = 0; i < s->o.clients + MAX_STATUS && !c; i++)
+        if (s->conns[i].state == C_FREE) c = &s->conns[i];
+    if (!c || !conn_room(c, TIER_HEAD_BYTES + 2 * TIER_MAX_EARLY, 4096)) {
+        close(fd);
+        return;
+    }
+    tier_socket_tune(fd);
+    c->fd = fd;
+    c->state = s->listen[i_listen].is_http ? C_HTTP : C_HELLO;
+    c->number = ++s->next_number;
+    c->since_ns = c->sent_ns = s->busy_ns = clock_ns();
+    c->n_in = c->n_out = c->i_out = 0;
+}
+
+/* Prometheus text: one metric for each place of the stats frame. */
+static const struct {
+    const char *name, *type, *help;
+} METRIC[TIER_N_STATS] = {
+    {"uptime_milliseconds", "counter", "since the start"},
+    {"experts_capacity", "gauge", "experts there is room for"},
+    {"experts_held", "gauge", "experts in memory"},
+    {"experts_total", "gauge", "experts of the model"},
+    {"clients", "gauge", "clients now"},
+    {"requests_total", "counter", "requests answered"},
+    {"experts_served_total", "counter", "experts in sums"},
+    {"experts_missing_total", "counter", "experts asked for and not here"},
+    {"requests_stale_total", "counter", "requests whose time was over before they began"},
+    {"connections_bad_total", "counter", "connections ended for a fault"},
+    {"received_bytes_total", "counter", "bytes from clients"},
+    {"sent_bytes_total", "counter", "bytes to clients"},
+    {"compute_nanoseconds_total", "counter", "time spent on requests"},
+    {"experts_warmed_total", "counter", "experts read from disk"},
+    {"experts_evicted_total", "counter", "experts that made room"},
+    {"resident_memory_bytes", "gauge", "memory of the process"},
+};
+
+/* Any request for a page gets the metrics, once, and the connection ends. */
+static bool conn_http(server *s, conn *c) {
+    char body[8192], *to = body, *end = body + sizeof body;
+    uint64_t v[TIER_N_STATS];
+    ssize_t n = recv(c->fd, c->in + c->n_in, c->in_cap - c->n_in, MSG_DONTWAIT);
+    if (n > 0) c->n_in += (size_t)n;
+    bool is_whole = c->n_in >= 4 && memmem(c->in, c->n_in, "\r\n\r\n", 4);
+    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR) ||
+        (!is_whole && c->n_in == c->in_cap)) {
+        conn_close(s, c, NULL);
+        return false;
+    }
+    if (!is_whole) return true;
+    bool is_get = memcmp(c->in, "GET ", 4) == 0;
+    stats_take(s, v);
+    for (int i = 0; i < TIER_N_STATS; i++)
+        to += snprintf(to, (size_t)(end - to),
+                       "# HELP k3_tier_%s %s\n# TYPE k3_tier_%s %s\nk3_tier_%s %llu\n",
+                       METRIC[i].name, METRIC[i].help, METRIC[i].name, METRIC[i].type,
+                       METRIC[i].name, (unsigned long long)v[i]);
+    if (!is_get) to = body;
+    if (!conn_room(c, c->in_cap, (size_t)(to - body) + 256)) {
+        conn_close(s, c, NULL);
+        return false;
+    }
+    c->n_out = (size_t)snprintf((char *)c->out, 256,
+                                "HTTP/1.0 %s\r\nContent-Type: text/plain; version=0.0.4\r\n"
+                                "Content-Length: %zu\r\nConnection: close\r\n\r\n",
+                                is_get ? "200 OK" : "405 Method Not Allowed", (size_t)(to - body));
+    memcpy(c->out + c->n_out, body, (size_t)(to - body));
+    c->n_out += (size_t)(to - body);
+    c->state = C_CLOSING;
+    return conn_flush(s, c);
+}
+
+/* Cut off who does not say hello, does not read, or does not leave. */
+static void conn_check_time(server *s, conn *c, uint64_t now) {
+    bool is_early = c->state == C_HELLO || c->state == C_PROOF || c->state == C_HTTP;
+    if (is_early && now - c->since_ns > TIER_HELLO_MS * 1000000ull)
+        conn_close(s, c, "no hello in time");
+    else if (c->n_out > 0 && now - c->sent_ns > 30 * 1000000000ull)
+        conn_close(s, c, "does not read");
+    else if (c->state == C_CLOSING && now - c->sent_ns > 2 * 1000000000ull)
+        conn_close(s, c, NULL);
+}
+
+/* One frame of each connection in turn. Returns whether there is more to do. */
+static bool serve_round(server *s) {
+    bool has_more = false;
+    for (uint32_t i = 0; i < MAX_CONNS; i++) {
+        conn *c = &s->conns[i];
+        if (c->state == C_FREE || c->state == C_HTTP || c->state == C_CLOSING) continue;
+        if (c->has_frame && c->n_out == 0 && (!conn_act(s, c) || !conn_look(s, c))) continue;
+        has_more = has_more || (c->has_frame && c->n_out == 0);
+        if (c->state != C_UP || c->n_out > 0) continue;
+        pthread_mutex_lock(&s->st.lock);
+        bool has_news = c->told_changes != s->st.n_changes;
+        pthread_mutex_unlock(&s->st.lock);
+        if (has_news) conn_tell(s, c);
+    }
+    return has_more;
+}
+
+/* Wait for something, at most `ms`, and take it in. */
+static void poll_round(server *s, int ms) {
+    struct pollfd fds[1 + MAX_LISTEN + 1 + MAX_CONNS];
+    uint32_t who[COUNT(fds)], n = 0;
+    uint64_t n_wakes;
+    fds[n++] = (struct pollfd){.fd = s->wake_fd, .events = POLLIN};
+    for (uint32_t i = 0; i < s->n_listen; i++)
+        fds[n++] = (struct pollfd){.fd = s->listen[i].fd, .events = POLLIN};
+    for (uint32_t i = 0; i < MAX_CONNS; i++) {
+        const conn *c = &s->conns[i];
+        if (c->state == C_FREE) continue;
+        bool wants = c->n_out == 0 && !c->has_frame && c->state != C_CLOSING;
+        who[n] = i;
+        fds[n++] = (struct pollfd){
+            .fd = c->fd, .events = (short)((wants ? POLLIN : 0) | (c->n_out > 0 ? POLLOUT : 0))};
+    }
+    if (poll(fds, n, ms) <= 0) return;
+    if (fds[0].revents && read(s->wake_fd, &n_wakes, sizeof n_wakes) < 0) errno = 0;
+    for (uint32_t i = 0; i < s->n_listen; i++)
+        if (fds[1 + i].revents) conn_accept(s, i);
+    for (uint32_t i = 1 + s->n_listen; i < n; i++) {
+        conn *c = &s->conns[who[i]];
+        short got = fds[i].revents;
+        if (got == 0 || c->state == C_FREE || c->fd != fds[i].fd) continue;
+        if (c->n_out > 0 && !conn_flush(s, c)) continue;
+        if (c->state == C_HTTP)
+            conn_http(s, c);
+        else if (c->n_out == 0 && !c->has_frame && c->state != C_CLOSING)
+            conn_fill(s, c);
+        else if (got & (POLLHUP | POLLERR) && !c->has_frame)
+            conn_close(s, c, NULL);
+    }
+}
+
+/* Serve until a signal; then finish what was begun, say goodbye, and leave. */
+static void serve(server *s) {
+    uint64_t checked = clock_ns(), cooled = checked, left = 0;
+    for (;;) {
+        bool has_more = serve_round(s);
+        uint64_t now = clock_ns();
+        bool is_spinning = now - s->busy_ns < s->o.spin_us * 1000ull;
+        poll_round(s, has_more || is_spinning ? 0 : 500);
+        now = clock_ns();
+        if (now - checked > 500000000u) {
+            for (uint32_t i = 0; i < MAX_CONNS; i++)
+                if (s->conns[i].state != C_FREE) conn_check_time(s, &s->conns[i], now);
+            checked = now;
+        }
+        if (now - cooled > 60000000000u) {
+            store_cool(s);
+            cooled = now;
+        }
+        if (!is_ending) continue;
+        if (left == 0) left = now + 2000000000u;
+        bool is_empty = true;
+        for (uint32_t i = 0; i < MAX_CONNS; i++) {
+            conn *c = &s->conns[i];
+            if (c->state == C_FREE) continue;
+            if (c->state != C_CLOSING && !c->has_frame && c->n_out == 0)
+                conn_refuse(s, c, TIER_GOODBYE, "ending");
+            is_empty = is_empty && c->state == C_FREE;
+        }
+        if (is_empty || now > left) return;
+    }
+}
+
+/* ==== 7. k3-tier status ==============================================================*/
+
+/* Read one frame of at most 256 bytes; false when it is no good. */
+static bool status_read(int fd, uint8_t *frame, tier_head *h) {
+    if (recv(fd, frame, TIER_HEAD_BYTES, MSG_WAITALL) != (ssize_t)TIER_HEAD_BYTES) return false;
+    if (tier_head_parse(frame, h) || h->n > TIER_MAX_EARLY) return false;
+    if (h->n > 0 && recv(fd, frame + TIER_HEAD_BYTES, h->n, MSG_WAITALL) != (ssize_t)h->n)
+        return false;
+    return tier_sum(frame, h->n) == h->sum;
+}
+
+static bool status_send(int fd, uint8_t *frame, enum tier_type type, uint32_t n) {
+    size_t all = tier_seal(frame, type, 0, n);
+    return send(fd, frame, all, MSG_NOSIGNAL) == (ssize_t)all;
+}
+
+static int status_dial(const char *text) {
+    tier_addr a;
+    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *list = NULL;
+    struct timeval wait = {TIER_HELLO_MS / 1000, 0};
+    struct sockaddr_un sa = {.sun_family = AF_UNIX};
+    int fd = -1;
+    if (!tier_addr_parse(text, &a)) return -1;
+    if (a.is_unix) {
+        strcpy(sa.sun_path, a.path);
+        fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    } else if (getaddrinfo(a.host, a.port, &hints, &list) == 0) {
+        fd = socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    }
+    if (fd >= 0) {
+        setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait);
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof wait);
+        if ((a.is_unix ? connect(fd, (struct sockaddr *)&sa, sizeof sa)
+                       : connect(fd, list->ai_addr, list->ai_addrlen)) != 0) {
+            close(fd);
+            fd = -1;
+        }
+    }
+    if (list) freeaddrinfo(list);
+    return fd;
+}
+
+/* Ask a running server for its figures and print them, a name and a number a line. */
+static int status(const char *text, const tier_key *key) {
+    uint8_t frame[TIER_HEAD_BYTES + TIER_MAX_EARLY], hello[TIER_HELLO_BYTES], want[32],
+        nonce[TIER_NONCE_BYTES], *p = frame + TIER_HEAD_BYTES;
+    tier_head h = {.n = 0};
+    tier_model none = {.numerics = ""};
+    int fd = status_dial(text), rc = FAIL_IO;
+    if (fd < 0) return fail(FAIL_IO, "status %s: nobody answers", text);
+    bool is_ok = tier_nonce(nonce);
+    tier_hello_pack(hello, &none, 1, nonce);
+    memcpy(p, hello, sizeof hello);
+    is_ok =
+        is_ok && status_send(fd, frame, TIER_HELLO, TIER_HELLO_BYTES) && status_read(fd, frame, &h);
+    if (is_ok && h.type == TIER_CHALLENGE && h.n == TIER_CHALLENGE_BYTES && key->n > 0) {
+        tier_proof(key, "k3-tier server", hello, p, want);
+        is_ok = CRYPTO_memcmp(want, p + TIER_NONCE_BYTES, 32) == 0;
+        memcpy(nonce, p, sizeof nonce);
+        tier_proof(key, "k3-tier client", hello, nonce, p);
+        is_ok = is_ok && status_send(fd, frame, TIER_PROOF, TIER_PROOF_BYTES) &&
+                status_read(fd, frame, &h);
+    }
+    if (is_ok && h.type == TIER_CHALLENGE) {
+        fail(rc, "status %s: it wants a key: give --psk-file", text);
+    } else if (!is_ok || h.type != TIER_WELCOME) {
+        fail(rc, "status %s: refused", text);
+    } else if (!status_send(fd, frame, TIER_STATS, 0) || !status_read(fd, frame, &h) ||
+               h.type != TIER_STATS || h.n != TIER_N_STATS * 8) {
+        fail(rc, "status %s: no answer", text);
+    } else {
+        for (int i = 0; i < TIER_N_STATS; i++)
+            printf("%s\t%llu\n", METRIC[i].name, (unsigned long long)tier_get64(p + 8 * i));
+        rc = fflush(stdout) == 0 ? DONE : FAIL_IO;
+    }
+    close(fd);
+    return rc;
+}
+
+/* ==== 8. Options and main ============================================================ */
+
+static const char HELP[] =
+    "usage: k3-tier --model DIR --ram SIZE [options]     hold experts, answer for them\n"
+    "       k3-tier status ADDR [--psk-file FILE]        figures of a running one\n"
+    "\n"
+    "Holds experts of a model in memory and answers clients (k3 run --tier ADDR) with their exact\n"
+    "weighted sums. What is not in memory is \"missing\" at once and read in the background.\n"
+    "\n"
+    "  --model DIR       a model directory as downloaded\n"
+    "  --ram SIZE        bound for the whole process: 64G, 512M, 1.5GiB, or bytes\n"
+    "  --listen ADDR     HOST:PORT, [V6]:PORT, :PORT or unix:PATH (repeatable; default\n"
+    "                    127.0.0.1:" TIER_PORT "); one that other machines can reach needs a key\n"
+    "  --psk-file FILE   a key, 16 bytes or more, that clients must know\n"
+    "  --insecure        let in whoever can reach the address\n"
+    "  --pins FILE       experts to read first and keep, `layer expert` a line\n"
+    "  --no-fill         read only pins and what clients want\n"
+    "  --clients N       most clients at once, 1 to 64 (default 8)\n"
+    "  --threads N       threads that compute (default: one for each core)\n"
+    "  --kernels NAME    ref, avx2, avx512 or neon: same bits (default: the best here)\n"
+    "  --spin-us N       look for the next request so long before sleeping (default 50)\n"
+    "  --sums FILE       checksums (default: k3.sums in the model directory, if there)\n"
+    "  --metrics ADDR    figures over HTTP, as Prometheus reads them\n"
+    "  --dump FILE       every frame, in words and bytes; - is stderr\n"
+    "  -q                errors only      -h  this help      -V  version\n"
+    "\n"
+    "Exit codes: 0 done, 1 I/O or memory, 2 usage, 3 model refused, 4 --ram too small.\n";
+
+static bool parse_count(const char *text, uint64_t lo, uint64_t hi, uint32_t *out) {
+    char *end;
+    if (text[0] < '0' || text[0] > '9') return false;
+    errno = 0;
+    unsigned long long v = strtoull(text, &end, 10);
+    if (*end || errno || v < lo || v > hi) return false;
+    *out = (uint32_t)v;
+    return true;
+}
+
+/* 64G, 1.5GiB, 512MB, bytes: as `k3 --ram` reads them. */
+static bool parse_size(const char *text, uint64_t *out) {
+    static const char letters[] = "KMGT";
+    char *end;
+    if (text[0] < '0' || text[0] > '9') return false;
+    double v = strtod(text, &end), base = 1024.0;
+    const char *letter = *end ? strchr(letters, *end & ~0x20) : NULL;
+    if (letter) {
+        end++;
+        if (strcasecmp(end, "B") == 0)
+            base = 1000.0;
+        else if (*end && strcasecmp(end, "iB") != 0)
+            return false;
+        for (const char *p = letters; p <= letter; p++) v *= base;
+    } else if (*end && strcasecmp(end, "B") != 0) {
+        return false;
+    }
+    if (!(v >= 1 && v < 0x1p63)) return false;
+    *out = (uint64_t)v;
+    return true;
+}
+
+typedef struct {
+    const char *name;
+    enum { O_FLAG, O_TEXT, O_COUNT, O_SIZE, O_LISTEN } kind;
+    size_t at;
+    uint32_t lo, hi;
+} option;
+
+#define AT(field) offsetof(options, field)
+static const option OPTION[] = {
+    {"--model", O_TEXT, AT(model_dir), 0, 0},
+    {"--ram", O_SIZE, AT(ram), 0, 0},
+    {"--listen", O_LISTEN, 0, 0, 0},
+    {"--psk-file", O_TEXT, AT(key_file), 0, 0},
+    {"--insecure", O_FLAG, AT(is_insecure), 0, 0},
+    {"--pins", O_TEXT, AT(pins), 0, 0},
+    {"--no-fill", O_FLAG, AT(no_fill), 0, 0},
+    {"--clients", O_COUNT, AT(clients), 1, MAX_CLIENTS},
+    {"--threads", O_COUNT, AT(threads), 1, 1024},
+    {"--kernels", O_TEXT, AT(kernels), 0, 0},
+    {"--spin-us", O_COUNT, AT(spin_us), 0, 1000000},
+    {"--sums", O_TEXT, AT(sums), 0, 0},
+    {"--metrics", O_TEXT, AT(metrics), 0, 0},
+    {"--dump", O_TEXT, AT(dump), 0, 0},
+};
+
+static int option_set(options *o, const option *k, const char *text) {
+    void *field = (char *)o + k->at;
+    switch (k->kind) {
+    case O_FLAG: *(bool *)field = true; return DONE;
+    case O_TEXT: *(const char **)field = text; return DONE;
+    case O_COUNT:
+        if (parse_count(text, k->lo, k->hi, field)) return DONE;
+        return fail(FAIL_USAGE, "%s: '%s' is not a whole number from %u to %u", k->name, text,
+                    k->lo, k->hi);
+    case O_SIZE:
+        if (parse_size(text, field)) return DONE;
+        return fail(FAIL_USAGE, "%s: '%s' is not a size such as 64G, 512M or 1.5GiB", k->name,
+                    text);
+    case O_LISTEN:
+        if (o->n_listen == MAX_LISTEN)
+            return fail(FAIL_USAGE, "--listen: at most %d addresses", MAX_LISTEN);
+        o->listen[o->n_listen++] = text;
+        return DONE;
+    }
+    return DONE;
+}
+
+/* Options from argv[from]; `arg` is the one thing that is none, where it is wanted. */
+static int options_parse(options *o, int argc, char **argv, int from, const char **arg) {
+    for (int i = from; i < argc; i++) {
+        const option *k = NULL;
+        const char *eq = strchr(argv[i], '=');
+        size_t n = eq ? (size_t)(eq - argv[i]) : strlen(argv[i]);
+        for (size_t j = 0; j < COUNT(OPTION); j++)
+            if (strlen(OPTION[j].name) == n && memcmp(OPTION[j].name, argv[i], n) == 0)
+                k = &OPTION[j];
+        if (strcmp(argv[i], "-q") == 0) {
+            is_quiet = true;
+            continue;
+        }
+        if (!k && argv[i][0] != '-' && arg && !*arg) {
+            *arg = argv[i];
+            continue;
+        }
+        if (!k) return fail(FAIL_USAGE, "unknown option '%s'; see k3-tier -h", argv[i]);
+        if (k->kind == O_FLAG && eq) return fail(FAIL_USAGE, "%s takes no value", k->name);
+        if (k->kind != O_FLAG && !eq && i + 1 == argc)
+            return fail(FAIL_USAGE, "%s needs a value", k->name);
+        const char *text = k->kind == O_FLAG ? "" : eq ? eq + 1 : argv[++i];
+        int rc = option_set(o, k, text);
+        if (rc != DONE) return rc;
+    }
+    return DONE;
+}
+
+static void note(void *user, const char *line) {
+    (void)user;
+    say("%s", line);
+}
+
+/* Experts of the file of pins, checked, the most wanted first. */
+static int pins_read(server *s) {
+    char line[256];
+    store *st = &s->st;
+    FILE *f = fopen(s->o.pins, "re");
+    if (!f) return fail(FAIL_IO, "%s: %s", s->o.pins, strerror(errno));
+    int rc = DONE;
+    for (int i_line = 1; rc == DONE && fgets(line, sizeof line, f); i_line++) {
+        unsigned il, ie;
+        if (line[strspn(line, " \t\r\n")] == 0 || line[strspn(line, " \t")] == '#') continue;
+        if (sscanf(line, "%u %u", &il, &ie) != 2 || il < s->m.n_dense || il >= s->m.n_layers ||
+            ie >= s->m.n_experts)
+            rc = fail(FAIL_USAGE, "%s: line %d: not `layer expert` of this model", s->o.pins,
+                      i_line);
+        else if (st->n_pins < st->n_slots)
+            st->pins[st->n_pins++] = (uint32_t)index_of(s, il, ie);
+    }
+    fclose(f);
+    return rc;
+}
+
+#define OVERHEAD_BYTES (48u << 20) /* code, libraries, stacks, JSON while opening */
+
+static void *take(size_t n, size_t size) {
+    void *p = mmap(NULL, n * size + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return p == MAP_FAILED ? NULL : p;
+}
+
+/* Divide --ram: tables, clients, scratch, and experts with what is left. */
+static int memory_open(server *s) {
+    store *st = &s->st;
+    size_t lat = s->m.latent, n = (size_t)s->n_moe * s->m.n_experts,
+           pairs = (size_t)TIER_MAX_ROWS * s->m.top_k;
+    st->slot_bytes = k3_expert_room(s->e);
+    s->local_floats = 2 * (size_t)TIER_MAX_ROWS * EXPERT_TILE;
+    uint64_t client = tier_most_bytes(&s->m, TIER_REQUEST, true, TIER_MAX_ROWS) +
+                      tier_most_bytes(&s->m, TIER_REPLY, false, TIER_MAX_ROWS) + 65536;
+    uint64_t scratch = (BATCH_PAIRS * (lat + s->m.inter) + lat) * 4 +
+                       s->n_threads * s->local_floats * 4 + pairs * 8 +
+                       s->m.n_experts * (sizeof(item) + sizeof(item *));
+    uint64_t fixed = OVERHEAD_BYTES + n * (4 + 4 + 1 + 60) + client * s->o.clients + scratch;
+    uint64_t per = st->slot_bytes + sizeof(slot) + 8;
+    if (s->o.ram < fixed + per)
+        return fail(FAIL_BUDGET, "--ram of %llu bytes is below what one expert needs: give %llu",
+                    (unsigned long long)s->o.ram, (unsigned long long)(fixed + per));
+    uint64_t room = (s->o.ram - fixed) / per;
+    st->n_slots = room < n ? (uint32_t)room : (uint32_t)n;
+    st->bytes = take(st->n_slots, st->slot_bytes);
+    st->slots = calloc(st->n_slots, sizeof *st->slots);
+    st->free = calloc(st->n_slots, sizeof *st->free);
+    st->pins = calloc(st->n_slots, sizeof *st->pins);
+    st->slot_of = malloc(n * sizeof *st->slot_of);
+    st->heat = calloc(n, sizeof *st->heat);
+    st->is_coming = calloc(n, 1);
+    st->held = calloc(s->n_moe, tier_map_bytes(s->m.n_experts));
+    st->version = calloc(s->n_moe, sizeof *st->version);
+    s->zp = take(lat, sizeof(float));
+    s->zpair = take(BATCH_PAIRS * lat, sizeof(float));
+    s->hpair = take(BATCH_PAIRS * (size_t)s->m.inter, sizeof(float));
+    s->local = take(s->n_threads * s->local_floats, sizeof(float));
+    s->items = calloc(s->m.n_experts, sizeof *s->items);
+    s->batch = calloc(s->m.n_experts, sizeof(item *));
+    s->pair_row = calloc(pairs, sizeof *s->pair_row);
+    s->pair_w = calloc(pairs, sizeof *s->pair_w);
+    if (!st->bytes || !st->slots || !st->free || !st->pins || !st->slot_of || !st->heat ||
+        !st->is_coming || !st->held || !st->version || !s->zp || !s->zpair || !s->hpair ||
+        !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w)
+        return fail(FAIL_IO, "out of memory for %u experts", st->n_slots);
+    memset(st->slot_of, 0xff, n * sizeof *st->slot_of);
+    for (uint32_t i = st->n_slots; i-- > 0;) {
+        st->free[st->n_free++] = i;
+        st->slots[i].il = s->m.n_dense; /* an expert there is, though not this slot's */
+    }
+    return DONE;
+}
+
+/* Files, geometry, fingerprint. */
+static int model_open(server *s) {
+    k3_options o;
+    k3_error err = {{0}};
+    k3_options_default(&o);
+    o.model_dir = s->o.model_dir;
+    o.kernels = s->o.kernels;
+    o.n_threads = (int)s->o.threads;
+    o.sums = s->o.sums;
+    o.headers_only = true;
+    o.note = note;
+    int rc = k3_engine_open(&s->e, &o, &err);
+    if (rc < 0) return fail_status(rc, &err);
+    const k3_shape *sh = s->sh = k3_engine_shape(s->e);
+    s->n_moe = sh->n_layers - sh->n_dense;
+    s->n_threads = (uint32_t)k3_engine_threads(s->e);
+    s->math = (expert_math){k3_engine_table(s->e), sh->latent, sh->expert_inter, sh->situ_beta,
+                            sh->situ_linear_beta};
+    s->m = (tier_model){K3_NUMERICS_ID, 0,          sh->n_layers,     sh->n_dense,
+                        sh->n_experts,  sh->latent, sh->expert_inter, sh->top_k};
+    if (!tier_model_is_fit(&s->m))
+        return fail(FAIL_MODEL, "%s: no experts, or more than a frame can name", s->o.model_dir);
+    rc = k3_expert_fingerprint(s->e, &s->m.fingerprint, &err);
+    return rc < 0 ? fail_status(rc, &err) : DONE;
+}
+
+static int server_open(server *s) {
+    const char *why = s->o.key_file ? tier_key_read(s->o.key_file, &s->key) : NULL;
+    if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", s->o.key_file, why);
+    int rc = model_open(s);
+    if (rc == DONE) rc = memory_open(s);
+    if (rc == DONE && s->o.pins) rc = pins_read(s);
+    if (s->o.n_listen == 0) s->o.listen[s->o.n_listen++] = "127.0.0.1:" TIER_PORT;
+    for (uint32_t i = 0; rc == DONE && i < s->o.n_listen; i++)
+        rc = listen_open(s, s->o.listen[i], false);
+    if (rc == DONE && s->o.metrics) rc = listen_open(s, s->o.metrics, true);
+    if (rc == DONE && s->o.dump) {
+        s->dump = strcmp(s->o.dump, "-") == 0 ? stderr : fopen(s->o.dump, "we");
+        if (!s->dump) rc = fail(FAIL_IO, "--dump %s: %s", s->o.dump, strerror(errno));
+    }
+    s->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    signal_fd = s->wake_fd;
+    s->st.is_filling = !s->o.no_fill;
+    s->st.fill_at = XXH3_64bits(s->o.listen[0], strlen(s->o.listen[0])) % (1u << 30);
+    s->start_ns = clock_ns();
+    return rc;
+}
+
+static void server_close(server *s) {
+    store *st = &s->st;
+    for (uint32_t i = 0; i < MAX_CONNS; i++)
+        if (s->conns[i].state != C_FREE) conn_close(s, &s->conns[i], NULL);
+    for (uint32_t i = 0; i < s->n_listen; i++) {
+        close(s->listen[i].fd);
+        if (s->listen[i].path[0]) unlink(s->listen[i].path);
+    }
+    k3_engine_close(s->e);
+    free(st->slots);
+    free(st->free);
+    free(st->pins);
+    free(st->slot_of);
+    free(st->heat);
+    free(st->is_coming);
+    free(st->held);
+    free(st->version);
+    free(s->items);
+    free(s->batch);
+    free(s->pair_row);
+    free(s->pair_w);
+    if (s->dump && s->dump != stderr) fclose(s->dump);
+    OPENSSL_cleanse(&s->key, sizeof s->key);
+}
+
+static int cmd_serve(server *s) {
+    pthread_t warmers[WARMERS];
+    uint32_t n = 0;
+    struct sigaction sa = {.sa_handler = on_signal};
+    pthread_mutex_init(&s->st.lock, NULL);
+    pthread_cond_init(&s->st.work, NULL);
+    int rc = server_open(s);
+    if (rc == DONE) {
+        sigaction(SIGTERM, &sa, NULL);
+        sigaction(SIGINT, &sa, NULL);
+        for (; n < WARMERS; n++)
+            if (pthread_create(&warmers[n], NULL, warm_main, s) != 0) break;
+        say("%s: room for %u experts of %llu; %s, %u threads; listening on %s", s->o.model_dir,
+            s->st.n_slots, (unsigned long long)s->n_moe * s->m.n_experts, k3_engine_kernels(s->e),
+            s->n_threads, s->o.listen[0]);
+        serve(s);
+    }
+    pthread_mutex_lock(&s->st.lock);
+    s->st.is_stopping = true;
+    pthread_cond_broadcast(&s->st.work);
+    pthread_mutex_unlock(&s->st.lock);
+    while (n > 0) pthread_join(warmers[--n], NULL);
+    server_close(s);
+    return rc;
+}
+
+#ifndef TIER_SERVER_TEST
+int main(int argc, char **argv) {
+    static server s; /* over a hundred connections' worth: not for a stack */
+    const char *addr = NULL;
+    bool is_status = argc > 1 && strcmp(argv[1], "status") == 0;
+    s.o = (options){.spin_us = 50, .clients = 8};
+    signal(SIGPIPE, SIG_IGN);
+    for (int i = 1; i < argc; i++) {
+        bool is_help = strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0;
+        bool is_version = strcmp(argv[i], "-V") == 0 || strcmp(argv[i], "--version") == 0;
+        if (is_help || is_version) return puts(is_help ? HELP : "k3-tier " K3_VERSION) < 0;
+    }
+    int rc = options_parse(&s.o, argc, argv, is_status ? 2 : 1, is_status ? &addr : NULL);
+    if (rc != DONE) return rc;
+    if (is_status) {
+        const char *why = s.o.key_file ? tier_key_read(s.o.key_file, &s.key) : NULL;
+        if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", s.o.key_file, why);
+        return addr ? status(addr, &s.key) : fail(FAIL_USAGE, "status: which ADDR?");
+    }
+    if (!s.o.model_dir) return fail(FAIL_USAGE, "--model DIR: which model?");
+    if (s.o.ram == 0) return fail(FAIL_USAGE, "--ram SIZE: how much memory may experts take?");
+    return cmd_serve(&s);
+}
+#endif
