@@ -3219,12 +3219,11 @@ int cmd_chat(const cli_args *a) {
         rc = dir_check("--model", a->model, "tiktoken.model");
     else if (rc == DONE)
         rc = model_find(a, &c.dir);
-    if (rc != DONE) return rc;
-    int status = k3_tokenizer_open(&c.t, c.dir, &err);
-    if (status >= 0) status = marks_find(&c.marks, c.t, &err);
+    int status = rc == DONE ? k3_tokenizer_open(&c.t, c.dir, &err) : K3_OK;
+    if (rc == DONE && status >= 0) status = marks_find(&c.marks, c.t, &err);
     if (status < 0)
         rc = fail_status(status, &err);
-    else
+    else if (rc == DONE)
         rc = a->render ? render_file(a, c.t) : chat_run(&c);
     chat_close(&c);
     return rc;
