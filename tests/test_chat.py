@@ -796,7 +796,8 @@ def test_history():
         one.exit_code()
     text = open(path).read()
     check("history: lines of both", "/temp" in text and "/seed" in text, text)
-    equal("history: nothing is left behind", [n for n in os.listdir(TMP.name) if n.startswith("lines")], ["lines"])
+    equal("history: nothing is left behind",
+          [n for n in os.listdir(TMP.name) if n.startswith("lines")], ["lines"])
 
 
 def test_suspend():
