@@ -313,6 +313,9 @@ int64_t k3_cache_restore(k3_cache *c, k3_session *s, const uint32_t *ids, size_t
  * writing it, when there is nothing to keep or when it could never fit.
  * Errors  K3_EUSAGE (the session ended with an error), K3_EIO: the session is unharmed */
 int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err);
+
+/* Whether there is now an entry of exactly these ids: one kept before may have been evicted. */
+bool k3_cache_has(const k3_cache *c, const uint32_t *ids, size_t n);
 void k3_cache_get_stats(const k3_cache *c, k3_cache_stats *out);
 
 /* ---- State files without a model ---- */

@@ -1330,28 +1330,10 @@ static void turn_snapshot(chat *c, turn *u) {
     }
 }
 
-typedef struct {
-    uint64_t n_pos, fingerprint;
-    bool is_there;
-} cache_wanted;
-
-static int cache_visit(void *user, const char *path, const k3_state_head *head, int rc,
-                       const k3_error *err) {
-    cache_wanted *w = user;
-    (void)path, (void)err;
-    if (rc >= 0 && head->n_pos == w->n_pos && head->fingerprint == w->fingerprint)
-        w->is_there = true;
-    return 0;
-}
-
-/* Whether the directory now has a state of so many positions: what was kept may be evicted, and
+/* Whether the directory now has the state of the first n_pos ids: what was kept may be evicted, and
  * what was too large was not kept. */
 static bool cache_has(const chat *c, size_t n_pos) {
-    k3_error err = {{0}};
-    cache_wanted w = {n_pos, k3_engine_fingerprint(c->e), false};
-    if (!c->cache || n_pos == 0) return false;
-    k3_cache_list(c->a->cache, cache_visit, &w, &err);
-    return w.is_there;
+    return c->cache && k3_cache_has(c->cache, c->id, n_pos);
 }
 
 /* Whether the last turn can be taken back with nothing to be read again. */

@@ -1095,6 +1095,13 @@ int64_t k3_cache_restore(k3_cache *c, k3_session *s, const uint32_t *ids, size_t
     return rc < 0 ? rc : found;
 }
 
+bool k3_cache_has(const k3_cache *c, const uint32_t *ids, size_t n) {
+    char path[PATH_BYTES];
+    uint64_t key[2];
+    return n > 0 && key_of(&c->own, ids, n, key, NULL) == 0 &&
+           entry_path(path, c->dir, n, key, "") == 0 && access(path, R_OK) == 0;
+}
+
 /* Write an entry and give it its name; *is_kept says whether it is there then. */
 static int cache_write(k3_cache *c, k3_session *s, const char *path, const char *temp,
                        bool *is_kept, k3_error *err) {
