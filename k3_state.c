@@ -1097,7 +1097,7 @@ int64_t k3_cache_restore(k3_cache *c, k3_session *s, const uint32_t *ids, size_t
 
 bool k3_cache_has(const k3_cache *c, const uint32_t *ids, size_t n) {
     char path[PATH_BYTES];
-    uint64_t key[2];
+    uint64_t key[2] = {0, 0};
     return n > 0 && key_of(&c->own, ids, n, key, NULL) == 0 &&
            entry_path(path, c->dir, n, key, "") == 0 && access(path, R_OK) == 0;
 }
