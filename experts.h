@@ -13,6 +13,9 @@
 #include "k3.h"
 #include "kernels.h"
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #if defined(__SSE2__)
 #include <xmmintrin.h>
 #endif
@@ -39,7 +42,24 @@ static inline void fp_default(void) {
 #endif
 }
 
-#define EXPERT_TILE 96 /* rows a thread takes at a time; a multiple of K3_GROUP */
+/* Output rows a thread takes at a time: three packed groups, and a multiple of the 6 rows that the
+ * kernels keep in flight. */
+#define ROW_TILE 96
+
+static inline size_t tile_count(size_t n_rows) { return (n_rows + ROW_TILE - 1) / ROW_TILE; }
+
+/* Rows of the tile that begins at `row`. */
+static inline size_t tile_rows(size_t row, size_t n_rows) {
+    return n_rows - row < ROW_TILE ? n_rows - row : ROW_TILE;
+}
+
+static inline int thread_index(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
 
 typedef struct {
     const k3_kernels *k;

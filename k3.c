@@ -32,6 +32,7 @@
  *   - Naming: il layer, ie expert, lat the latent width, t a position inside a chunk.
  */
 #include "k3.h"
+#include "k3_error.h"
 #include "k3_state.h"
 
 #define K3_KERNELS_ELEMENTWISE
@@ -58,12 +59,6 @@
 #include <unistd.h>
 #define XXH_INLINE_ALL
 #include <xxhash.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
 
 #if defined(__AVX__) && !defined(K3_ALLOW_AVX)
 #error "build k3.c without -march=native or -mavx: the kernel sets are chosen at run time"
@@ -75,26 +70,6 @@
  * floating-point state is set by every thread that computes, on entry: another library in
  * the process may have switched on flush-to-zero for all threads.
  */
-
-/* Names quoted from a file stay on one line and send no escapes to a terminal. */
-static void one_line(char *s) {
-    for (; *s; s++)
-        if ((unsigned char)*s < 0x20 || *s == 0x7f) *s = '?';
-}
-
-/* Fill `err` (which may be NULL) and return `status`. */
-static int fail(k3_error *err, int status, const char *fmt, ...)
-    __attribute__((format(printf, 3, 4)));
-static int fail(k3_error *err, int status, const char *fmt, ...) {
-    if (err) {
-        va_list ap;
-        va_start(ap, fmt);
-        vsnprintf(err->text, sizeof err->text, fmt, ap);
-        va_end(ap);
-        one_line(err->text);
-    }
-    return status;
-}
 
 /* Put `what: ` before the cause a callee gave; `status` again. */
 static int fail_in(k3_error *err, int status, const char *fmt, ...)
@@ -163,14 +138,6 @@ static bool fma_is_exact(void) {
         if (fmaf(a, b, c) != hard[i][3]) return false;
     }
     return true;
-}
-
-static int thread_index(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
 }
 
 /* ==== 2. Budget ledger ===============================================================
@@ -3614,8 +3581,6 @@ static int disk_choose(k3_engine *e, k3_error *err) {
  * sublayer share one arena. `packed` is the layout of kernels.h. Everything that has a row per
  * position is split over threads by position, every matrix by output rows, attention by heads.
  */
-#define ROW_TILE  96   /* output rows a thread takes at a time: three packed groups, and a
-                          multiple of the 6 rows that the kernels keep in flight     */
 #define KDA_TILE  32   /* positions whose q, k, v, a of one head are held at once */
 #define MLA_BLOCK 256  /* positions per softmax block (NUMERICS 3)               */
 #define MLA_TOK   8    /* positions x heads whose queries share a pass over the cache */
@@ -3845,13 +3810,6 @@ typedef struct {
 } job;
 
 #define MAX_JOBS 8
-
-static size_t tile_count(size_t n_rows) { return (n_rows + ROW_TILE - 1) / ROW_TILE; }
-
-/* Rows of the tile that begins at `row`. */
-static size_t tile_rows(size_t row, size_t n_rows) {
-    return n_rows - row < ROW_TILE ? n_rows - row : ROW_TILE;
-}
 
 /* Rows [row, row + n_rows) of a job, weights at w; one thread. */
 static void linear_rows(const step *st, size_t T, const job *b, const uint16_t *w, size_t row,

@@ -2020,14 +2020,18 @@ static int save_to(chat *c, const char *arg) {
     return DONE;
 }
 
-static int command_save(chat *c, const char *arg) {
+/* A command that takes the name of a file. */
+static int command_file(chat *c, const char *name, const char *arg,
+                        int (*run)(chat *c, const char *path)) {
     buf path = {0};
-    if (!*arg) return complain(c, FAIL_USAGE, "/save needs a file name");
+    if (!*arg) return complain(c, FAIL_USAGE, "%s needs a file name", name);
     path_home(&path, arg);
-    int rc = save_to(c, buf_text(&path));
+    int rc = run(c, buf_text(&path));
     buf_free(&path);
     return rc;
 }
+
+static int command_save(chat *c, const char *arg) { return command_file(c, "/save", arg, save_to); }
 
 /* Notes come from a file that nobody vouches for: everything the code relies on is checked here.
  * Each of these sets *bad to the first key whose value will not do. */
@@ -2230,12 +2234,7 @@ static int load_from(chat *c, const char *arg) {
 }
 
 static int command_load(chat *c, const char *arg) {
-    buf path = {0};
-    if (!*arg) return complain(c, FAIL_USAGE, "/load needs a file name");
-    path_home(&path, arg);
-    int rc = load_from(c, buf_text(&path));
-    buf_free(&path);
-    return rc;
+    return command_file(c, "/load", arg, load_from);
 }
 
 static int command_undo(chat *c, const char *arg) {

@@ -39,12 +39,12 @@
  * far negative level with Huffman coding of literals finds runs and little else, at three times
  * the speed of level 1 and 1 % more bytes.
  */
+#include "k3_error.h"
 #include "k3_state.h"
 
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -62,19 +62,6 @@
 #endif
 
 /* ==== 1. Errors, numbers ============================================================= */
-
-static int fail(k3_error *err, int status, const char *fmt, ...)
-    __attribute__((format(printf, 3, 4)));
-static int fail(k3_error *err, int status, const char *fmt, ...) {
-    if (!err) return status;
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(err->text, sizeof err->text, fmt, ap);
-    va_end(ap);
-    for (char *s = err->text; *s; s++) /* a name may hold anything */
-        if ((unsigned char)*s < 0x20 || *s == 0x7f) *s = '?';
-    return status;
-}
 
 static double now_s(void) {
     struct timespec ts;

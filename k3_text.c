@@ -25,13 +25,12 @@
  * look-ups only read. Source: K3-SPEC 4.1 to 4.3.
  */
 #define PCRE2_CODE_UNIT_WIDTH 8
-#include "k3.h"
+#include "k3_error.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <json-c/json.h>
 #include <pcre2.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -78,24 +77,8 @@ struct k3_tokenizer {
     size_t scratch_cap, n_heap;
 };
 
-#if defined(__GNUC__)
-__attribute__((format(printf, 3, 4)))
-#endif
-static int text_fail(k3_error *err, int status, const char *format, ...) {
-    if (err) {
-        va_list ap;
-        va_start(ap, format);
-        vsnprintf(err->text, sizeof err->text, format, ap);
-        va_end(ap);
-        for (char *c = err->text; *c; c++) /* names quoted from a file stay on one line */
-            if ((uint8_t)*c < 0x20 || *c == 0x7f)
-                *c = '?';
-    }
-    return status;
-}
-
-static int text_fail_memory(k3_error *err, const char *what) {
-    return text_fail(err, K3_ENOMEM, "tokenizer: out of memory for %s", what);
+static int fail_memory(k3_error *err, const char *what) {
+    return fail(err, K3_ENOMEM, "tokenizer: out of memory for %s", what);
 }
 
 /* ---- UTF-8 ---------------------------------------------------------------------
@@ -233,8 +216,7 @@ static int vocab_alloc(k3_tokenizer *t, uint32_t n_ranks, size_t ranks_bytes, k3
     t->off = calloc(n_ids, sizeof *t->off);
     t->len = calloc(n_ids, sizeof *t->len);
     t->table = malloc(places * sizeof *t->table);
-    if (!t->blob || !t->off || !t->len || !t->table)
-        return text_fail_memory(err, "the vocabulary");
+    if (!t->blob || !t->off || !t->len || !t->table) return fail_memory(err, "the vocabulary");
     memset(t->table, 0xff, places * sizeof *t->table);
     return K3_OK;
 }
@@ -320,24 +302,23 @@ static int ranks_line(k3_tokenizer *t, const line_reader *r, k3_error *err) {
     uint8_t *bytes = t->blob + t->blob_bytes;
     uint32_t rank;
     if (!space || !parse_u32(space + 1, r->n - n_base64 - 1, &rank))
-        return text_fail(err, K3_EMODEL, "%s line %zu: not `base64 rank`", RANKS_FILE, r->i_line);
+        return fail(err, K3_EMODEL, "%s line %zu: not `base64 rank`", RANKS_FILE, r->i_line);
     size_t n = base64_decode(r->line, n_base64, bytes);
-    if (n == 0)
-        return text_fail(err, K3_EMODEL, "%s line %zu: bad base64", RANKS_FILE, r->i_line);
+    if (n == 0) return fail(err, K3_EMODEL, "%s line %zu: bad base64", RANKS_FILE, r->i_line);
     if (n > TOKEN_MAX_BYTES)
-        return text_fail(err, K3_EMODEL, "%s line %zu: token of %zu bytes, most is %u", RANKS_FILE,
-                         r->i_line, n, TOKEN_MAX_BYTES);
+        return fail(err, K3_EMODEL, "%s line %zu: token of %zu bytes, most is %u", RANKS_FILE,
+                    r->i_line, n, TOKEN_MAX_BYTES);
     if (rank >= t->n_ranks)
-        return text_fail(err, K3_EMODEL,
-                         "%s line %zu: rank %u, but %u lines can only hold ranks 0 to %u",
-                         RANKS_FILE, r->i_line, rank, t->n_ranks, t->n_ranks - 1);
+        return fail(err, K3_EMODEL,
+                    "%s line %zu: rank %u, but %u lines can only hold ranks 0 to %u", RANKS_FILE,
+                    r->i_line, rank, t->n_ranks, t->n_ranks - 1);
     if (t->len[rank] != 0)
-        return text_fail(err, K3_EMODEL, "%s line %zu: rank %u appears twice", RANKS_FILE,
-                         r->i_line, rank);
+        return fail(err, K3_EMODEL, "%s line %zu: rank %u appears twice", RANKS_FILE, r->i_line,
+                    rank);
     uint32_t *place = vocab_place(t, bytes, n);
     if (*place != NO_ID)
-        return text_fail(err, K3_EMODEL, "%s line %zu: the bytes of rank %u are those of rank %u",
-                         RANKS_FILE, r->i_line, rank, *place);
+        return fail(err, K3_EMODEL, "%s line %zu: the bytes of rank %u are those of rank %u",
+                    RANKS_FILE, r->i_line, rank, *place);
     *place = rank;
     vocab_take(t, rank, n);
     if (n > t->max_rank_bytes)
@@ -363,8 +344,10 @@ static int ranks_parse(k3_tokenizer *t, const char *text, size_t n_bytes, k3_err
         uint8_t byte = (uint8_t)b;
         t->byte_id[b] = vocab_find(t, &byte, 1);
         if (t->byte_id[b] == NO_ID)
-            rc = text_fail(err, K3_EMODEL, "%s: byte 0x%02x has no rank; the file is cut or is "
-                           "not a byte-level vocabulary", RANKS_FILE, b);
+            rc = fail(err, K3_EMODEL,
+                      "%s: byte 0x%02x has no rank; the file is cut or is "
+                      "not a byte-level vocabulary",
+                      RANKS_FILE, b);
     }
     return rc;
 }
@@ -386,10 +369,10 @@ static const struct {
 
 static int special_set(k3_tokenizer *t, uint32_t id, const char *name, size_t n, k3_error *err) {
     if (t->len[id] != 0)
-        return text_fail(err, K3_EMODEL, "%s: special id %u appears twice", CONFIG_FILE, id);
+        return fail(err, K3_EMODEL, "%s: special id %u appears twice", CONFIG_FILE, id);
     if (n == 0 || n > SPECIAL_MAX_BYTES)
-        return text_fail(err, K3_EMODEL, "%s: special id %u has a name of %zu bytes, not 1 to %u",
-                         CONFIG_FILE, id, n, SPECIAL_MAX_BYTES);
+        return fail(err, K3_EMODEL, "%s: special id %u has a name of %zu bytes, not 1 to %u",
+                    CONFIG_FILE, id, n, SPECIAL_MAX_BYTES);
     memcpy(t->blob + t->blob_bytes, name, n);
     vocab_take(t, id, n);
     return K3_OK;
@@ -400,17 +383,16 @@ static int special_entry(k3_tokenizer *t, const char *key, json_object *value, k
     json_object *content = NULL;
     uint32_t id;
     if (!parse_u32(key, strlen(key), &id))
-        return text_fail(err, K3_EMODEL, "%s: added_tokens_decoder key \"%.64s\" is not an id",
-                         CONFIG_FILE, key);
+        return fail(err, K3_EMODEL, "%s: added_tokens_decoder key \"%.64s\" is not an id",
+                    CONFIG_FILE, key);
     if (!json_object_is_type(value, json_type_object) ||
         !json_object_object_get_ex(value, "content", &content) ||
         !json_object_is_type(content, json_type_string))
-        return text_fail(err, K3_EMODEL, "%s: special id %u has no string `content`", CONFIG_FILE,
-                         id);
+        return fail(err, K3_EMODEL, "%s: special id %u has no string `content`", CONFIG_FILE, id);
     const char *name = json_object_get_string(content);
     if (id < t->n_ranks || id - t->n_ranks >= N_SPECIALS)
-        return text_fail(err, K3_EMODEL, "%s: special id %u (%.64s) is outside %u to %u",
-                         CONFIG_FILE, id, name, t->n_ranks, t->n_ranks + N_SPECIALS - 1);
+        return fail(err, K3_EMODEL, "%s: special id %u (%.64s) is outside %u to %u", CONFIG_FILE,
+                    id, name, t->n_ranks, t->n_ranks + N_SPECIALS - 1);
     return special_set(t, id, name, (size_t)json_object_get_string_len(content), err);
 }
 
@@ -421,29 +403,28 @@ static int specials_parse(k3_tokenizer *t, const char *text, size_t n_bytes, k3_
     int rc = K3_OK;
     json_object *root = NULL, *added = NULL;
     json_tokener *tok = json_tokener_new_ex(CONFIG_MAX_DEPTH);
-    if (!tok)
-        return text_fail_memory(err, CONFIG_FILE);
+    if (!tok) return fail_memory(err, CONFIG_FILE);
     json_tokener_set_flags(tok, JSON_TOKENER_VALIDATE_UTF8);
     root = json_tokener_parse_ex(tok, text, (int)n_bytes);
     size_t end = json_tokener_get_parse_end(tok);
     enum json_tokener_error fault = json_tokener_get_error(tok);
     if (fault != json_tokener_success) {
         const char *why = json_tokener_error_desc(fault);
-        rc = text_fail(err, K3_EMODEL, "%s: %s at byte %zu", CONFIG_FILE,
-                       fault == json_tokener_continue ? "cut short" : why, end);
+        rc = fail(err, K3_EMODEL, "%s: %s at byte %zu", CONFIG_FILE,
+                  fault == json_tokener_continue ? "cut short" : why, end);
         goto done;
     }
     while (end < n_bytes && text[end] != '\0' && strchr(" \t\r\n", text[end]))
         end++;
     if (end < n_bytes) {
-        rc = text_fail(err, K3_EMODEL, "%s: more after the end of the object, at byte %zu",
-                       CONFIG_FILE, end);
+        rc = fail(err, K3_EMODEL, "%s: more after the end of the object, at byte %zu", CONFIG_FILE,
+                  end);
         goto done;
     }
     if (!json_object_is_type(root, json_type_object) ||
         !json_object_object_get_ex(root, "added_tokens_decoder", &added) ||
         !json_object_is_type(added, json_type_object)) {
-        rc = text_fail(err, K3_EMODEL, "%s: no object `added_tokens_decoder`", CONFIG_FILE);
+        rc = fail(err, K3_EMODEL, "%s: no object `added_tokens_decoder`", CONFIG_FILE);
         goto done;
     }
     for (struct json_object_iterator it = json_object_iter_begin(added),
@@ -474,9 +455,9 @@ static int specials_finish(k3_tokenizer *t, k3_error *err) {
             return K3_EMODEL;
         for (; i > 0 && special_compare(t, t->sorted[i - 1], id) >= 0; i--) {
             if (special_compare(t, t->sorted[i - 1], id) == 0)
-                return text_fail(err, K3_EMODEL, "%s: specials %u and %u are both %.*s",
-                                 CONFIG_FILE, t->sorted[i - 1], id, (int)t->len[id],
-                                 (const char *)t->blob + t->off[id]);
+                return fail(err, K3_EMODEL, "%s: specials %u and %u are both %.*s", CONFIG_FILE,
+                            t->sorted[i - 1], id, (int)t->len[id],
+                            (const char *)t->blob + t->off[id]);
             t->sorted[i] = t->sorted[i - 1];
         }
         t->sorted[i] = id;
@@ -561,14 +542,14 @@ static int pretok_open(k3_tokenizer *t, k3_error *err) {
     if (!t->regex) {
         PCRE2_UCHAR why[128];
         pcre2_get_error_message(fault, why, sizeof why);
-        return text_fail(err, fault == PCRE2_ERROR_HEAP_FAILED ? K3_ENOMEM : K3_EUSAGE,
-                         "tokenizer: PCRE2 cannot compile the word pattern: %s at %zu",
-                         (const char *)why, (size_t)at);
+        return fail(err, fault == PCRE2_ERROR_HEAP_FAILED ? K3_ENOMEM : K3_EUSAGE,
+                    "tokenizer: PCRE2 cannot compile the word pattern: %s at %zu",
+                    (const char *)why, (size_t)at);
     }
     pcre2_jit_compile(t->regex, PCRE2_JIT_COMPLETE); /* a refusal only means slower matching */
     t->match = pcre2_match_data_create(1, NULL);
     t->match_options = PCRE2_NO_UTF_CHECK; /* utf8_stretch has checked */
-    return t->match ? K3_OK : text_fail_memory(err, "matching");
+    return t->match ? K3_OK : fail_memory(err, "matching");
 }
 
 /* End of the piece that starts at `at` < n of the valid text s[n]. The expression covers
@@ -576,8 +557,7 @@ static int pretok_open(k3_tokenizer *t, k3_error *err) {
 static int pretok_next(k3_tokenizer *t, const uint8_t *s, size_t n, size_t at, size_t *end,
                        k3_error *err) {
     int rc = pcre2_match(t->regex, s, n, at, t->match_options, t->match, NULL);
-    if (rc < 0)
-        return text_fail(err, K3_ENOMEM, "tokenizer: PCRE2 error %d while matching", rc);
+    if (rc < 0) return fail(err, K3_ENOMEM, "tokenizer: PCRE2 error %d while matching", rc);
     *end = pcre2_get_ovector_pointer(t->match)[1];
     return K3_OK;
 }
@@ -664,8 +644,7 @@ static int bpe_reserve(k3_tokenizer *t, size_t n, k3_error *err) {
     uint64_t *heap = realloc(t->heap, 2 * cap * sizeof *heap);
     if (heap)
         t->heap = heap;
-    if (!node || !heap)
-        return text_fail_memory(err, "merging");
+    if (!node || !heap) return fail_memory(err, "merging");
     t->scratch_cap = cap;
     return K3_OK;
 }
@@ -784,19 +763,18 @@ static int file_open(const char *dir, const char *name, FILE **f, k3_error *err)
     char *path = malloc(n_path);
     struct stat st;
     *f = NULL;
-    if (!path)
-        return text_fail_memory(err, name);
+    if (!path) return fail_memory(err, name);
     snprintf(path, n_path, "%s/%s", dir, name);
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK), why = errno;
     free(path);
     if (fd < 0)
         return why == ENOENT || why == ENOTDIR
                    ? K3_OK
-                   : text_fail(err, K3_EIO, "%s: %s (in %s)", name, strerror(why), dir);
+                   : fail(err, K3_EIO, "%s: %s (in %s)", name, strerror(why), dir);
     if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && (*f = fdopen(fd, "rb")) != NULL)
         return K3_OK;
     close(fd);
-    return text_fail(err, K3_EIO, "%s: not a regular file (in %s)", name, dir);
+    return fail(err, K3_EIO, "%s: not a regular file (in %s)", name, dir);
 }
 
 /* Read a whole file of at most max_bytes. An absent one is no error: *text is NULL. */
@@ -812,22 +790,22 @@ static int file_read(const char *dir, const char *name, size_t max_bytes, char *
         return rc;
     for (size_t got = 1; got > 0; n += got) {
         if (n > max_bytes) {
-            rc = text_fail(err, K3_EMODEL, "%s: larger than the %zu bytes it can sensibly have", name,
-                           max_bytes);
+            rc = fail(err, K3_EMODEL, "%s: larger than the %zu bytes it can sensibly have", name,
+                      max_bytes);
             goto done;
         }
         if (n == cap) {
             cap = cap > 0 ? 2 * cap : 1u << 16;
             char *more = realloc(buffer, cap);
             if (!more) {
-                rc = text_fail_memory(err, name);
+                rc = fail_memory(err, name);
                 goto done;
             }
             buffer = more;
         }
         got = fread(buffer + n, 1, cap - n, f);
         if (ferror(f)) {
-            rc = text_fail(err, K3_EIO, "%s: %s (in %s)", name, strerror(errno), dir);
+            rc = fail(err, K3_EIO, "%s: %s (in %s)", name, strerror(errno), dir);
             goto done;
         }
     }
@@ -845,8 +823,7 @@ static int tokenizer_build(k3_tokenizer **out, const char *ranks, size_t n_ranks
                            const char *config, size_t n_config_bytes, k3_error *err) {
     *out = NULL;
     k3_tokenizer *t = calloc(1, sizeof *t);
-    if (!t)
-        return text_fail_memory(err, "the tokenizer");
+    if (!t) return fail_memory(err, "the tokenizer");
     int rc = ranks_parse(t, ranks, n_ranks_bytes, err);
     if (rc == K3_OK && config)
         rc = specials_parse(t, config, n_config_bytes, err);
@@ -879,9 +856,8 @@ int k3_tokenizer_open(k3_tokenizer **out, const char *model_dir, k3_error *err) 
         err->text[0] = '\0';
     int rc = file_read(model_dir, RANKS_FILE, RANKS_FILE_MAX, &ranks, &n_ranks_bytes, err);
     if (rc == K3_OK && !ranks)
-        rc = text_fail(err, K3_EMODEL,
-                       "%s: not in %s; put the file of the model's release there", RANKS_FILE,
-                       model_dir);
+        rc = fail(err, K3_EMODEL, "%s: not in %s; put the file of the model's release there",
+                  RANKS_FILE, model_dir);
     if (rc == K3_OK)
         rc = file_read(model_dir, CONFIG_FILE, CONFIG_FILE_MAX, &config, &n_config_bytes, err);
     if (rc == K3_OK)

@@ -27,12 +27,6 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <time.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
@@ -374,20 +368,6 @@ static void *warm_main(void *arg) {
  * of rows over threads. */
 #define BATCH_PAIRS TIER_MAX_ROWS
 
-static int thread_index(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
-
-static size_t tile_count(size_t n) { return (n + EXPERT_TILE - 1) / EXPERT_TILE; }
-
-static size_t tile_rows(size_t row, size_t n) {
-    return n - row < EXPERT_TILE ? n - row : EXPERT_TILE;
-}
-
 /* Each expert's rows of z, packed side by side. */
 static void compute_gather(server *s, const float *z, uint32_t n_rows, uint32_t n_batch) {
     size_t lat = s->math.latent;
@@ -426,7 +406,7 @@ static void compute_batch(server *s, const float *z, uint32_t n_rows, uint32_t n
 #pragma omp parallel for num_threads(s->n_threads) schedule(static)
     for (size_t i = 0; i < n_inner; i++) {
         const item *it = s->batch[i % n_batch];
-        size_t row = i / n_batch * EXPERT_TILE;
+        size_t row = i / n_batch * ROW_TILE;
         fp_default();
         expert_inner_rows(&s->math, &it->view, row, tile_rows(row, inter),
                           n_rows == 1 ? s->zp : s->zpair + it->at * lat, it->n,
@@ -436,7 +416,7 @@ static void compute_batch(server *s, const float *z, uint32_t n_rows, uint32_t n
 #pragma omp parallel for num_threads(s->n_threads) schedule(static)
     for (size_t i = 0; i < tile_count(lat); i++) {
         fp_default();
-        compute_outer(s, i * EXPERT_TILE, n_batch, Q,
+        compute_outer(s, i * ROW_TILE, n_batch, Q,
                       s->local + (size_t)thread_index() * s->local_floats);
     }
 }
@@ -1286,7 +1266,7 @@ static int memory_open(server *s) {
     size_t lat = s->m.latent, n = (size_t)s->n_moe * s->m.n_experts,
            pairs = (size_t)TIER_MAX_ROWS * s->m.top_k;
     st->slot_bytes = k3_expert_room(s->e);
-    s->local_floats = 2 * (size_t)TIER_MAX_ROWS * EXPERT_TILE;
+    s->local_floats = 2 * (size_t)TIER_MAX_ROWS * ROW_TILE;
     uint64_t client = tier_most_bytes(&s->m, TIER_REQUEST, true, TIER_MAX_ROWS) +
                       tier_most_bytes(&s->m, TIER_REPLY, false, TIER_MAX_ROWS) + 65536;
     uint64_t scratch = (BATCH_PAIRS * (lat + s->m.inter) + lat) * 4 +

@@ -1,0 +1,30 @@
+/* k3_error.h - how the engine's files fill a k3_error. Internal: a static inline copy for each. */
+#ifndef K3_ERROR_H
+#define K3_ERROR_H
+
+#include "k3.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+/* Names quoted from a file stay on one line and send no escapes to a terminal. */
+static inline void one_line(char *s) {
+    for (; *s; s++)
+        if ((unsigned char)*s < 0x20 || *s == 0x7f) *s = '?';
+}
+
+/* Fill `err` (which may be NULL) and return `status`. */
+static inline int fail(k3_error *err, int status, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+static inline int fail(k3_error *err, int status, const char *fmt, ...) {
+    if (err) {
+        va_list ap;
+        va_start(ap, fmt);
+        vsnprintf(err->text, sizeof err->text, fmt, ap);
+        va_end(ap);
+        one_line(err->text);
+    }
+    return status;
+}
+
+#endif
