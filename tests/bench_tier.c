@@ -195,7 +195,7 @@ int main(int argc, char **argv) {
         row_print("loopback", "bare ping-pong");
     for (int i = first; i < argc; i++) {
         const char *boxes[2] = {argv[i], NULL};
-        tier_options to = {boxes, NULL, 1000, 1};
+        tier_options to = {.boxes = boxes, .spin_us = 1000, .max_rows = 1, .trust = trust};
         void *block = calloc(1, tier_bytes(&m, &to));
         if (tier_open(&far, &m, &to, block, why, sizeof why) < 0) {
             fprintf(stderr, "bench_tier: %s\n", why);
