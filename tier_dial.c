@@ -102,28 +102,22 @@ static int no_passphrase(char *text, int size, int is_writing, void *user) {
 }
 
 /* A regular file of at most MAX_PEM bytes, in memory; NULL, or why not. */
-static BIO *pem_read(const char *path, bool is_key, const char **why) {
-    struct stat st;
+static BIO *pem_read(const char *path, struct stat *st, const char **why) {
     BIO *bio = NULL;
     char *bytes = NULL;
     ssize_t got = -1;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     *why = strerror(errno);
     if (fd < 0) return NULL;
-    if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))
+    if (fstat(fd, st) != 0 || !S_ISREG(st->st_mode))
         *why = "not a regular file";
-    else if (is_key && (st.st_mode & 077))
-        *why = "others may read it, and a key is in it; chmod 600";
-    else if (st.st_size > MAX_PEM)
+    else if (st->st_size > MAX_PEM)
         *why = "longer than 1 MiB";
     else if ((bytes = malloc(MAX_PEM)) == NULL || (got = read(fd, bytes, MAX_PEM)) < 0)
         *why = strerror(errno);
-    if (got >= 0 && (bio = BIO_new(BIO_s_mem())) != NULL &&
-        BIO_write(bio, bytes, (int)got) != got) {
-        *why = "empty";
-        BIO_free(bio);
-        bio = NULL;
-    }
+    else if ((bio = BIO_new(BIO_s_mem())) == NULL ||
+             (got > 0 && BIO_write(bio, bytes, (int)got) != got))
+        *why = "no memory";
     if (got > 0) OPENSSL_cleanse(bytes, (size_t)got);
     free(bytes);
     close(fd);
@@ -131,20 +125,28 @@ static BIO *pem_read(const char *path, bool is_key, const char **why) {
 }
 
 /* The first certificate of a file; NULL, or why not. */
-static X509 *pem_cert(const char *path, bool is_key, const char **why) {
-    BIO *bio = pem_read(path, is_key, why);
+static X509 *pem_cert(const char *path, const char **why) {
+    struct stat st;
+    BIO *bio = pem_read(path, &st, why);
     X509 *x = bio ? PEM_read_bio_X509(bio, NULL, no_passphrase, NULL) : NULL;
     if (bio && !x) *why = "no certificate in PEM";
     BIO_free(bio);
     return x;
 }
 
+static const char no_key[] = "no private key in PEM without a passphrase";
+
+/* The key of a file that only its owner may read. */
 static EVP_PKEY *pem_key(const char *path, const char **why) {
-    BIO *bio = pem_read(path, true, why);
+    struct stat st;
+    BIO *bio = pem_read(path, &st, why);
     EVP_PKEY *k = bio ? PEM_read_bio_PrivateKey(bio, NULL, no_passphrase, NULL) : NULL;
-    if (bio && !k) *why = "no private key in PEM without a passphrase";
+    if (bio && !k) *why = no_key;
     BIO_free(bio);
-    return k;
+    if (!k || !(st.st_mode & 077)) return k;
+    *why = "a key, and others may read it; chmod 600";
+    EVP_PKEY_free(k);
+    return NULL;
 }
 
 int tier_trust_check(const tier_trust *t, char *why, size_t n_why) {
@@ -155,13 +157,13 @@ int tier_trust_check(const tier_trust *t, char *why, size_t n_why) {
     if (t->key && !t->cert)
         snprintf(why, n_why, "%s-key %s: give its certificate too, with %s-cert", t->flag, t->key,
                  t->flag);
-    else if (t->ca && !(ca = pem_cert(t->ca, false, &fault)))
+    else if (t->ca && !(ca = pem_cert(t->ca, &fault)))
         snprintf(why, n_why, "%s-ca %s: %s", t->flag, t->ca, fault);
-    else if (t->cert && !(cert = pem_cert(t->cert, !t->key, &fault)))
+    else if (t->cert && !(cert = pem_cert(t->cert, &fault)))
         snprintf(why, n_why, "%s-cert %s: %s", t->flag, t->cert, fault);
     else if (t->cert && !(key = pem_key(key_path, &fault)))
         snprintf(why, n_why, "%s-%s %s: %s%s", t->flag, t->key ? "key" : "cert", key_path, fault,
-                 t->key ? "" : "; give it with its own option, or in this file");
+                 fault == no_key && !t->key ? "; if it is elsewhere, give that file as well" : "");
     else if (t->cert && X509_check_private_key(cert, key) != 1)
         snprintf(why, n_why, "%s-key %s: not the key of the certificate in %s", t->flag, key_path,
                  t->cert);
@@ -360,7 +362,8 @@ static int dial_distrust(tier_link *l, const tier_addr *a) {
     curl_easy_getinfo(l->curl, CURLINFO_SSL_VERIFYRESULT, &v);
     if (v == X509_V_ERR_CERT_HAS_EXPIRED)
         return link_fail(l, "the box's certificate has expired: renew it there");
-    if (v == X509_V_OK || v == X509_V_ERR_HOSTNAME_MISMATCH || v == X509_V_ERR_IP_ADDRESS_MISMATCH)
+    if (v == X509_V_OK || v == X509_V_ERR_UNSPECIFIED || v == X509_V_ERR_HOSTNAME_MISMATCH ||
+        v == X509_V_ERR_IP_ADDRESS_MISMATCH)
         return link_fail(l, "the box's certificate is not for %s: dial it by a name it has",
                          a->host);
     return link_fail(l, "no trust in the box's certificate (%s): give who signed it with %s-ca",

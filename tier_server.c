@@ -1122,7 +1122,7 @@ static int status(const char *text, const tier_key *key, tier_trust *trust) {
     if (!tier_addr_parse(text, &a)) return fail(FAIL_USAGE, "status: '%s' is no address", text);
     if (tier_trust_check(trust, why, sizeof why) < 0) return fail(FAIL_USAGE, "%s", why);
     if (tier_dial(&l, &a, trust, TIER_HELLO_MS, NULL, NULL) < 0)
-        return fail(FAIL_IO, "status %s: nobody answers: %s", text, l.why);
+        return fail(FAIL_IO, "status %s: %s", text, l.why);
     bool is_ok = status_hello(&l, key, frame, &h);
     if (is_ok && h.type == TIER_CHALLENGE) {
         fail(rc, "status %s: it wants a key: give --psk-file", text);
