@@ -586,6 +586,7 @@ static bool box_try(box *b) {
     else if ((why = hello(b, text, sizeof text)) != NULL)
         b->link.by->close(&b->link);
     bool is_up = is_there && !why;
+    is_there = is_there || b->link.was_there;
     b->dials = is_up ? 0 : b->dials + 1;
     b->misses = 0;
     b->has_served = false;

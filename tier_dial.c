@@ -375,6 +375,7 @@ static int dial_fail(tier_link *l, const tier_addr *a, int rc) {
     const char *said = l->detail[0] ? l->detail : curl_easy_strerror((CURLcode)rc);
     long number = 0;
     curl_easy_getinfo(l->curl, CURLINFO_OS_ERRNO, &number);
+    l->was_there = rc == CURLE_PEER_FAILED_VERIFICATION || rc == CURLE_SSL_CONNECT_ERROR;
     switch (rc) {
     case -1: return link_fail(l, "given up");
     case CURLE_OPERATION_TIMEDOUT: return link_fail(l, "no answer to the dial");
@@ -476,7 +477,7 @@ int tier_dial(tier_link *l, const tier_addr *a, const tier_trust *trust, uint32_
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *list = NULL;
     int fd = -1;
     (void)trust;
-    l->why[0] = 0;
+    *l = (tier_link){.fd = -1};
     if (a->is_tls) return link_fail(l, "built without libcurl (make CURL=0), so without TLS");
     if (a->is_unix) {
         struct sockaddr_un sa = {.sun_family = AF_UNIX};

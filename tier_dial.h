@@ -31,6 +31,7 @@ struct tier_link {
     int fd;             /* to poll; only `by` reads and writes                        */
     bool holds;         /* bytes may be here that poll does not see: recv before a sleep */
     const char *flag;   /* of tier_trust                                             */
+    bool was_there;     /* after a failed dial: somebody answered, and it would not do */
     void *curl, *curls; /* TLS: CURL and CURLM                                       */
     char why[256];      /* one printable line                                        */
     char detail[256];   /* libcurl's own words, CURL_ERROR_SIZE                      */

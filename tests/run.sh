@@ -58,6 +58,7 @@ run "$BUILD/test_stream" demo $quick
 # shellcheck disable=SC2086
 run "$BUILD/test_state" demo tests/data $quick
 run "$BUILD/test_tier" demo
+run "$BUILD/test_dial"
 for target in text config header index state tier; do replay $target; done
 if [ -n "$only_bits" ]; then
     echo "$passed passed, $failed failed, $skipped skipped"
