@@ -144,7 +144,7 @@ $(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o
 # What a hop costs; not a test. The client is included.
 $(BUILD)/bench_tier: tests/bench_tier.c $(BUILD)/k3.o $(BUILD)/tier_dial.o $(KERNELS)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
 # Client and server in one program, so without the client's object.
 $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c $(BUILD)/k3.o $(BUILD)/tier_dial.o \

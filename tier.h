@@ -85,7 +85,8 @@ typedef struct {
     uint32_t n_up;                 /* boxes that can be asked now                           */
 } tier_stats;
 
-/* Memory that a client needs, 64-aligned; all it will ever use but for its threads. */
+/* Memory that a client needs, 64-aligned; all it will ever use but for its threads. The end of it is
+ * for what libraries take while they dial and encrypt, and is never touched. */
 uint64_t tier_bytes(const tier_model *m, const tier_options *o);
 
 /* Start the client; it dials in the background. `block` is tier_bytes long, zeroed, the caller's.

@@ -395,16 +395,12 @@ static int dial_done(tier_link *l, bool is_encrypted) {
     curl_socket_t fd = CURL_SOCKET_BAD;
     curl_easy_getinfo(l->curl, CURLINFO_ACTIVESOCKET, &fd);
     if (fd == CURL_SOCKET_BAD) return link_fail(l, "no socket");
-    l->fd = fd;
-    l->by = &TLS;
-    l->holds = true;
-    l->detail[0] = 0;
-    if (is_encrypted) return 0;
-    l->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    l->fd = is_encrypted ? fd : fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (l->fd < 0) return link_fail(l, "%s", strerror(errno));
-    curl_free_both(l); /* closes its own descriptor of the socket */
-    l->by = &PLAIN;
-    l->holds = false;
+    l->by = is_encrypted ? &TLS : &PLAIN;
+    l->holds = is_encrypted;
+    l->detail[0] = 0;
+    if (!is_encrypted) curl_free_both(l); /* closes its own descriptor of the socket */
     return 0;
 }
 

@@ -7,8 +7,8 @@
  * medians what is spent packing, queued, computing, joining and on the way. The first row is the
  * yardstick: a bare ping-pong of the same bytes as the empty request, both ends spinning,
  * TCP_NODELAY on loopback. Ends with the number of requests in vain.
- * CA is who signed the certificates of tls: addresses; -e: empty requests only. Includes the client;
- * link k3.c and tier_dial.c.
+ * CA is who signed the certificates of tls: addresses; -e: empty requests and nothing else.
+ * Includes the client; link k3.c and tier_dial.c.
  */
 #include "../experts.h"
 
@@ -201,7 +201,8 @@ int main(int argc, char **argv) {
     for (uint32_t i = 0; i < sh->latent; i++) z[i] = (float)(i % 17) * 0.03125f - 0.25f;
     printf(
         "address\trequest\tp50_us\tp95_us\tp99_us\tpack\tqueue\tcompute\tjoin\tbeyond_compute\n");
-    if (ping_pong(TIER_HEAD_BYTES + TIER_FIXED_BYTES, TIER_HEAD_BYTES + TIER_FIXED_BYTES) == 0)
+    if (!is_empty &&
+        ping_pong(TIER_HEAD_BYTES + TIER_FIXED_BYTES, TIER_HEAD_BYTES + TIER_FIXED_BYTES) == 0)
         row_print("loopback", "bare ping-pong");
     for (int i = first; i < argc; i++) {
         const char *boxes[2] = {argv[i], NULL};
