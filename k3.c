@@ -2824,8 +2824,23 @@ static slot *store_coldest(const k3_engine *e, uint32_t il) {
     return coldest;
 }
 
-/* Begin reading an expert into a free slot, or into the place of a colder one of its own layer.
- * False when there is none now. */
+/* Take back the last guess for the next layer: its slot is needed now. */
+static void store_drop_guess(k3_engine *e) {
+    store *st = &e->store;
+    while (st->n_guess > 0) {
+        slot *s = &st->slots[st->guess[--st->n_guess]];
+        if (s->state == SLOT_FREE || s->is_doomed || !s->is_guess) continue;
+        for (int k = 0; k < s->n_reqs; k++)
+            if (disk_state(&e->io, &s->req[k]) != IO_QUEUED) e->stats.wasted_bytes += s->req[k].n;
+        s->is_guess = false;
+        store_drop(e, s);
+        return;
+    }
+}
+
+/* Begin reading an expert into a free slot, or into the place of a colder one of its own layer, or
+ * of a guess: what a far box did not answer is fetched when guesses have taken the free ones. False
+ * when there is none now. */
 static bool store_fetch(k3_engine *e, uint32_t il, uint32_t ie, enum io_urgency u) {
     store *st = &e->store;
     if (st->n_free == 0) store_reap(e);
@@ -2836,6 +2851,7 @@ static bool store_fetch(k3_engine *e, uint32_t il, uint32_t ie, enum io_urgency 
             store_drop(e, cold);
         }
     }
+    if (st->n_free == 0 && u == IO_DEMAND && st->n_doomed == 0) store_drop_guess(e);
     if (st->n_free == 0) return false;
     uint32_t i = st->free[--st->n_free];
     slot *s = &st->slots[i];
