@@ -39,9 +39,9 @@ PARTS   = $(BUILD)/tier_client.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
-          $(BUILD)/tier_chaos
+          $(BUILD)/test_stage $(BUILD)/tier_chaos
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
-          $(BUILD)/replay_state $(BUILD)/replay_tier
+          $(BUILD)/replay_state $(BUILD)/replay_tier $(BUILD)/replay_slice
 
 .PHONY: all demo test test-model test-big asan tsan neon fuzz bench golden install clean help
 all: $(BUILD)/k3 $(BUILD)/k3-tier
@@ -95,7 +95,7 @@ $(BUILD)/tier_chaos: tests/tier_chaos.c | $(BUILD)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< -lcrypto
 
 # tier_server.c is included, the engine linked.
-$(BUILD)/test_tier: tests/test_tier.c $(ENGINE)
+$(BUILD)/test_tier $(BUILD)/test_stage: $(BUILD)/%: tests/%.c $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(ENGINE) $(K3_LIBS)
 

@@ -474,6 +474,9 @@ static int dir_has_room(const slicing *s) {
     if (statvfs(s->dir, &v) != 0) return fail(FAIL_IO, "--out %s: %s", s->dir, strerror(errno));
     uint64_t room = (uint64_t)v.f_bavail * v.f_frsize;
     if (room >= n) return DONE;
+    char path[4352];
+    path_make(s, path, SLICE_PART);
+    if (s->first == 0) unlink(path); /* nothing was written */
     return fail(FAIL_IO, "--out %s: %s to write, %s free; make room, or give a smaller --size",
                 s->dir, fmt_bytes(want, n), fmt_bytes(has, room));
 }
