@@ -120,10 +120,21 @@ int k3_expert_fingerprint(k3_engine *e, uint64_t *out, k3_error *err);
 /* Of an engine that was opened experts_only: is this expert there? Of any other: true. */
 bool k3_expert_has(const k3_engine *e, uint32_t il, uint32_t ie);
 
-/* From now on compare each expert that is read with its XXH3 here: u64[n_layers - n_dense]
- * [n_experts], copied; those of absent experts do not matter. For engines opened experts_only.
- * Errors  K3_ENOMEM; K3_EMODEL: an expert whose tensors are not side by side in slot order */
-int k3_expert_use_sums(k3_engine *e, const uint64_t *sum, k3_error *err);
+struct slice_expert;
+
+/* From now on compare each expert that is read with its XXH3 in this list of n; what it does not
+ * name is not there any more. For engines opened experts_only.
+ * Errors  K3_ENOMEM; K3_EMODEL: an expert that is not there, or not in one piece in slot order */
+int k3_expert_use_sums(k3_engine *e, const struct slice_expert *x, uint32_t n, k3_error *err);
+
+/* How a shard with these n experts begins: the length of its header, that, and blanks, so that what
+ * follows, six tensors of each expert in slot order, begins at a whole page. malloc'd, *n_head bytes;
+ * NULL: no memory. Names are spelled as in e's checkpoint, or with NULL as released. */
+char *k3_shard_head(const k3_engine *e, uint64_t latent, uint64_t inter, uint64_t fingerprint,
+                    const struct slice_expert *x, uint32_t n, size_t *n_head);
+
+/* The geometry that DIR/config.json states. Errors  K3_EMODEL, K3_EIO */
+int k3_config_read(k3_shape *sh, const char *dir, k3_error *err);
 
 /* The name of one of an expert's tensors, as this checkpoint spells it. */
 void k3_expert_name(const k3_engine *e, uint32_t il, uint32_t ie, int k, char *out, size_t cap);

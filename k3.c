@@ -38,6 +38,7 @@
 #define K3_KERNELS_ELEMENTWISE
 #include "kernels.h"
 #include "experts.h"
+#include "slice.h"
 #include "tier.h"
 
 #include <dirent.h>
@@ -5923,32 +5924,78 @@ void k3_expert_name(const k3_engine *e, uint32_t il, uint32_t ie, int k, char *o
     char name[256];
     const name_id id = {0, k, il, ie};
     name_write(&id, name, sizeof name);
-    snprintf(out, cap, "%s", name + (e->files.is_flat ? strlen("language_model.") : 0));
+    snprintf(out, cap, "%s", name + (e && e->files.is_flat ? strlen("language_model.") : 0));
 }
 
 bool k3_engine_has_sums(const k3_engine *e) { return e->sums.sum != NULL; }
 
-int k3_expert_use_sums(k3_engine *e, const uint64_t *sum, k3_error *err) {
+/* Is it there, in one piece, in slot order? */
+static bool expert_is_piece(const k3_shape *sh, const expert_place *at) {
+    bool is = expert_is_here(at);
+    for (int k = 1; k < N_EXPERT_TENSORS && is; k++)
+        is = at->shard[k] == at->shard[0] &&
+             at->offset[k] == at->offset[k - 1] + expert_tensor_bytes(sh, k - 1);
+    return is;
+}
+
+int k3_expert_use_sums(k3_engine *e, const slice_expert *x, uint32_t n, k3_error *err) {
     const k3_shape *sh = &e->sh;
-    uint64_t n = (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts;
-    for (uint64_t i = 0; i < n; i++) {
-        const expert_place *at = &e->files.experts[i];
-        bool is_good = true;
-        for (int k = 1; k < N_EXPERT_TENSORS && expert_is_here(at); k++)
-            is_good = is_good && at->shard[k] == at->shard[0] &&
-                      at->offset[k] == at->offset[k - 1] + expert_tensor_bytes(sh, k - 1);
-        if (!is_good)
-            return fail(err, K3_EMODEL,
-                        "%s: expert %llu of layer %llu is not in one piece; slice the model again",
-                        e->dir, (unsigned long long)(i % sh->n_experts),
-                        (unsigned long long)(sh->n_dense + i / sh->n_experts));
+    uint64_t n_all = (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts;
+    e->sums = (sums){.per_expert = 1, .n = n_all, .block_bytes = n_all * sizeof *e->sums.sum};
+    uint64_t *sum = e->sums.block = ledger_take(&e->mem, e->sums.block_bytes, "sums", err);
+    uint8_t *is_named = calloc(n_all, 1);
+    int rc = !sum ? e->mem.why : is_named ? 0 : fail(err, K3_ENOMEM, "out of memory for sums");
+    for (uint32_t i = 0; i < n && rc == 0; i++) {
+        uint64_t k = (uint64_t)(x[i].il - sh->n_dense) * sh->n_experts + x[i].ie;
+        if (!expert_is_piece(sh, &e->files.experts[k]))
+            rc = fail(err, K3_EMODEL,
+                      "%s: expert %u of layer %u is in no shard, or in pieces; copy it again",
+                      e->dir, x[i].ie, x[i].il);
+        sum[k] = x[i].sum;
+        is_named[k] = 1;
     }
-    e->sums = (sums){.per_expert = 1, .n = n, .block_bytes = n * sizeof *sum};
-    e->sums.block = ledger_take(&e->mem, e->sums.block_bytes, "sums", err);
-    if (!e->sums.block) return e->mem.why;
-    memcpy(e->sums.block, sum, e->sums.block_bytes);
-    e->sums.sum = e->sums.block;
-    return 0;
+    for (uint64_t k = 0; k < n_all && rc == 0; k++)
+        if (!is_named[k]) memset(&e->files.experts[k], 0xff, sizeof *e->files.experts);
+    free(is_named);
+    e->sums.sum = rc == 0 ? sum : NULL;
+    return rc;
+}
+
+char *k3_shard_head(const k3_engine *e, uint64_t latent, uint64_t inter, uint64_t fingerprint,
+                    const slice_expert *x, uint32_t n, size_t *n_head) {
+    size_t cap = 8192 + (size_t)n * N_EXPERT_TENSORS * 320, at = 8;
+    uint64_t lengths[N_EXPERT_TENSORS], offset = 0, len;
+    char name[256], *text = malloc(cap);
+    if (!text) return NULL;
+    expert_lengths(latent, inter, lengths);
+    at += (size_t)snprintf(text + at, cap - at,
+                           "{\"__metadata__\":{\"format\":\"pt\",\"k3_experts\":\"%016llx\"}",
+                           (unsigned long long)fingerprint);
+    for (uint64_t i = 0; i < (uint64_t)n * N_EXPERT_TENSORS; i++) {
+        int k = (int)(i % N_EXPERT_TENSORS);
+        bool is_w2 = k >= W2_PACKED;
+        k3_expert_name(e, x[i / N_EXPERT_TENSORS].il, x[i / N_EXPERT_TENSORS].ie, k, name,
+                       sizeof name);
+        at += (size_t)snprintf(
+            text + at, cap - at,
+            ",\"%s\":{\"dtype\":\"U8\",\"shape\":[%llu,%llu],\"data_offsets\":[%llu,%llu]}", name,
+            (unsigned long long)(is_w2 ? latent : inter),
+            (unsigned long long)((is_w2 ? inter : latent) / (k % 2 ? K3_GROUP : 2)),
+            (unsigned long long)offset, (unsigned long long)(offset + lengths[k]));
+        offset += lengths[k];
+    }
+    text[at++] = '}';
+    while (at % IO_ALIGN) text[at++] = ' ';
+    len = at - 8;
+    memcpy(text, &len, 8);
+    *n_head = at;
+    return text;
+}
+
+int k3_config_read(k3_shape *sh, const char *dir, k3_error *err) {
+    k3_options o;
+    k3_options_default(&o);
+    return shape_read(sh, dir, o.eps_lora, err);
 }
 
 #define PRINT_SAMPLES 4

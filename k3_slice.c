@@ -238,53 +238,11 @@ static uint32_t shard_experts(const slicing *s, uint32_t i, uint32_t *first) {
     return s->man.n - *first < s->per_shard ? s->man.n - *first : s->per_shard;
 }
 
-static bool write_all(int fd, const void *from, size_t n) {
-    const uint8_t *p = from;
-    while (n > 0) {
-        ssize_t put = write(fd, p, n < (1u << 30) ? n : 1u << 30);
-        if (put < 0 && errno == EINTR) continue;
-        if (put <= 0) return false;
-        p += put;
-        n -= (size_t)put;
-    }
-    return true;
-}
-
-static void dir_sync(const slicing *s) {
-    int fd = open(s->dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd >= 0) fsync(fd); /* where directories cannot be synced, nothing is lost but time */
-    if (fd >= 0) close(fd);
-}
-
-/* How the bytes of a shard's header begin and end; text: malloc'd, *n its length, 8 bytes of length
- * in front included and blanks behind, so that experts begin at a whole page. */
+/* How shard i begins (k3_shard_head). */
 static char *header_make(const slicing *s, uint32_t i_shard, size_t *n) {
     uint32_t first, n_experts = shard_experts(s, i_shard, &first);
-    size_t cap = 8192 + (size_t)n_experts * N_EXPERT_TENSORS * 320, at = 8;
-    uint64_t offset = 0, len;
-    char name[256], *text = malloc(cap);
-    if (!text) return NULL;
-    at += (size_t)snprintf(text + at, cap - at,
-                           "{\"__metadata__\":{\"format\":\"pt\",\"k3_experts\":\"%016llx\"}",
-                           (unsigned long long)s->man.fingerprint);
-    for (uint32_t i = first; i < first + n_experts; i++)
-        for (int k = 0; k < N_EXPERT_TENSORS; k++) {
-            uint64_t cols = k < W2_PACKED ? s->man.latent : s->man.inter;
-            k3_expert_name(s->j->e, s->j->list[i].il, s->j->list[i].ie, k, name, sizeof name);
-            at += (size_t)snprintf(
-                text + at, cap - at,
-                ",\"%s\":{\"dtype\":\"U8\",\"shape\":[%u,%llu],\"data_offsets\":[%llu,%llu]}", name,
-                k < W2_PACKED ? s->man.inter : s->man.latent,
-                (unsigned long long)(cols / (k % 2 ? K3_GROUP : 2)), (unsigned long long)offset,
-                (unsigned long long)(offset + s->j->feed.lengths[k]));
-            offset += s->j->feed.lengths[k];
-        }
-    text[at++] = '}';
-    while (at % 4096) text[at++] = ' ';
-    len = at - 8;
-    memcpy(text, &len, 8);
-    *n = at;
-    return text;
+    return k3_shard_head(s->j->e, s->man.latent, s->man.inter, s->man.fingerprint,
+                         s->j->list + first, n_experts, n);
 }
 
 /* Bytes of shard i; 0: no memory. */
@@ -457,9 +415,9 @@ static int list_open(slicing *s) {
     uint32_t keep = s->first == s->n_shards ? s->man.n : s->first * s->per_shard;
     s->written = keep * s->j->sh->expert_bytes;
     bool is_ok = ftruncate(s->fd_list, 0) == 0 && lseek(s->fd_list, 0, SEEK_SET) == 0 &&
-                 write_all(s->fd_list, head, n_head);
+                 slice_write_all(s->fd_list, head, n_head);
     for (uint32_t i = 0; i < keep && is_ok; i++)
-        is_ok = write_all(s->fd_list, head, slice_expert_write(&s->j->list[i], head));
+        is_ok = slice_write_all(s->fd_list, head, slice_expert_write(&s->j->list[i], head));
     if (!is_ok || fsync(s->fd_list) != 0) return fail(FAIL_IO, "%s: %s", path, strerror(errno));
     shards_sweep(s);
     return DONE;
@@ -497,7 +455,7 @@ static int shard_fill(slicing *s, int fd, uint32_t i_shard, const char *path) {
             return fail_status(r->status, &r->err);
         }
         for (int k = 0; k < N_EXPERT_TENSORS; k++)
-            if (!write_all(fd, r->view.p[k], (size_t)s->j->feed.lengths[k])) {
+            if (!slice_write_all(fd, r->view.p[k], (size_t)s->j->feed.lengths[k])) {
                 console_clear(&s->j->con);
                 return fail_write(path);
             }
@@ -522,7 +480,7 @@ static int shard_write(slicing *s, uint32_t i_shard) {
     path_make(s, path, name);
     snprintf(part, sizeof part, "%s.part", path);
     int rc = DONE, fd = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
-    if (fd < 0 || !write_all(fd, head, n_head)) rc = fail_write(part);
+    if (fd < 0 || !slice_write_all(fd, head, n_head)) rc = fail_write(part);
     free(head);
     if (rc == DONE) rc = shard_fill(s, fd, i_shard, part);
     if (rc == DONE && fsync(fd) != 0) rc = fail_write(part);
@@ -533,23 +491,18 @@ static int shard_write(slicing *s, uint32_t i_shard) {
         unlink(part);
         return rc;
     }
-    dir_sync(s);
+    slice_dir_sync(s->dir);
     for (uint32_t i = first; i < first + n && rc == DONE; i++)
-        if (!write_all(s->fd_list, line, slice_expert_write(&s->j->list[i], line)))
+        if (!slice_write_all(s->fd_list, line, slice_expert_write(&s->j->list[i], line)))
             rc = fail_write(SLICE_PART);
     if (rc == DONE && fsync(s->fd_list) != 0) rc = fail_write(SLICE_PART);
     return rc;
 }
 
-/* A small file, whole or not there. */
 static int file_write(const slicing *s, const char *name, const char *text, size_t n) {
-    char path[4352], part[4360];
+    char path[4352];
     path_make(s, path, name);
-    snprintf(part, sizeof part, "%s.part", path);
-    int fd = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
-    bool is_ok = fd >= 0 && write_all(fd, text, n) && fsync(fd) == 0;
-    if (fd >= 0 && close(fd) != 0) is_ok = false;
-    return is_ok && rename(part, path) == 0 ? DONE : fail_write(path);
+    return slice_file_write(s->dir, name, text, n) ? DONE : fail_write(path);
 }
 
 static int index_write(const slicing *s) {
@@ -580,14 +533,14 @@ static int slicing_finish(slicing *s) {
     int rc = file_write(s, "config.json", s->config, s->n_config);
     if (rc == DONE) rc = index_write(s);
     if (rc != DONE) return rc;
-    dir_sync(s);
+    slice_dir_sync(s->dir);
     path_make(s, part, SLICE_PART);
     path_make(s, path, SLICE_NAME);
     char *text = slice_file_read(part, SLICE_MAX_BYTES, &n);
-    bool is_ok = text && write_all(s->fd_list, end, slice_end_write(text, n, end)) &&
+    bool is_ok = text && slice_write_all(s->fd_list, end, slice_end_write(text, n, end)) &&
                  fsync(s->fd_list) == 0 && rename(part, path) == 0;
     free(text);
-    dir_sync(s);
+    slice_dir_sync(s->dir);
     return is_ok ? DONE : fail_write(path);
 }
 
@@ -656,6 +609,8 @@ typedef struct {
     uint64_t id;
     uint8_t *held; /* [n_layers - n_dense][map bytes] */
     uint32_t capacity;
+    char *config; /* config.json, for a box that keeps what comes */
+    size_t n_config;
     char why[TIER_MAX_TEXT + 64]; /* of a call that returned false */
 } wire;
 
@@ -794,7 +749,8 @@ static bool stage_hello(wire *w, const k3_shape *sh) {
     const float beta[2] = {sh->situ_beta, sh->situ_linear_beta};
     memcpy(p, beta, sizeof beta);
     tier_put64(p + 8, sh->expert_bytes);
-    if (!wire_send(w, TIER_BEGIN, TIER_BEGIN_BYTES) ||
+    memcpy(p + TIER_BEGIN_BYTES, w->config, w->n_config);
+    if (!wire_send(w, TIER_BEGIN, TIER_BEGIN_BYTES + w->n_config) ||
         !wire_read(w, TIER_WELCOME, TIER_WELCOME, &h))
         return false;
     if (h.n != TIER_WELCOME_BYTES) return wire_fail(w, "a welcome of the wrong length");
@@ -932,6 +888,7 @@ static int stage_run(job *j, wire *w) {
 
 static int stage_room(wire *w, const job *j, const cli_args *a) {
     const k3_shape *sh = j->sh;
+    char path[4096];
     const char *why = a->psk_file ? tier_key_read(a->psk_file, &w->key) : NULL;
     if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", a->psk_file, why);
     w->m = (tier_model){K3_NUMERICS_ID, j->fingerprint, sh->n_layers,     sh->n_dense,
@@ -943,6 +900,10 @@ static int stage_room(wire *w, const job *j, const cli_args *a) {
     w->in = malloc(w->in_cap);
     w->out = malloc(TIER_HEAD_BYTES + TIER_PIECE_BYTES + TIER_MAX_PIECE);
     w->held = calloc(sh->n_layers - sh->n_dense, tier_map_bytes(sh->n_experts));
+    snprintf(path, sizeof path, "%.4000s/config.json", j->dir);
+    w->config = slice_file_read(path, TIER_MAX_CONFIG, &w->n_config);
+    if (!w->config)
+        return fail(FAIL_IO, "%s: %s", path, errno ? strerror(errno) : "longer than 256 KiB");
     return w->in && w->out && w->held ? DONE : fail_memory("frames", w->in_cap);
 }
 
@@ -965,6 +926,7 @@ int cmd_stage(const cli_args *a) {
     free(w.in);
     free(w.out);
     free(w.held);
+    free(w.config);
     OPENSSL_cleanse(&w.key, sizeof w.key);
     job_close(&j);
     return rc;

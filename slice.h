@@ -19,17 +19,20 @@
  *     end 0123456789abcdef                      XXH3-64 of all lines before this one
  *
  * Numbers are decimal without leading zeros, or as many hex digits as shown. Until a slice is whole
- * the file is called k3.slice.part and has the lines of finished shards, and no end.
+ * the file is called k3.slice.part and has the lines of finished shards, and no end. A box
+ * that keeps what is staged (tier_keep.h) writes the same, without an index.
  */
 #ifndef K3_SLICE_H
 #define K3_SLICE_H
 
-#include <stdarg.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 #ifndef XXH_INLINE_ALL
 #define XXH_INLINE_ALL
 #endif
@@ -42,7 +45,7 @@
 #define SLICE_MAX_LAYERS 1024u /* the limits of the wire (tier.h) */
 #define SLICE_MAX_EXPERTS 4096u
 
-typedef struct {
+typedef struct slice_expert {
     uint32_t il, ie;
     uint64_t sum;
 } slice_expert;
@@ -189,6 +192,38 @@ static inline char *slice_file_read(const char *path, size_t most, size_t *n) {
     if (f) fclose(f);
     free(text);
     return NULL;
+}
+
+static inline bool slice_write_all(int fd, const void *from, size_t n) {
+    const uint8_t *p = from;
+    while (n > 0) {
+        ssize_t put = write(fd, p, n < (1u << 30) ? n : 1u << 30);
+        if (put < 0 && errno == EINTR) continue;
+        if (put <= 0) return false;
+        p += put;
+        n -= (size_t)put;
+    }
+    return true;
+}
+
+/* What was renamed stays so. Where directories cannot be synced, nothing is lost but time. */
+static inline void slice_dir_sync(const char *dir) {
+    int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd >= 0) fsync(fd);
+    if (fd >= 0) close(fd);
+}
+
+/* A small file, whole or as it was; false and errno. */
+static inline bool slice_file_write(const char *dir, const char *name, const char *text, size_t n) {
+    char path[4352], part[4360];
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    snprintf(part, sizeof part, "%s.part", path);
+    int fd = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
+    bool is_ok = fd >= 0 && slice_write_all(fd, text, n) && fsync(fd) == 0;
+    if (fd >= 0 && close(fd) != 0) is_ok = false;
+    is_ok = is_ok && rename(part, path) == 0;
+    if (is_ok) slice_dir_sync(dir);
+    return is_ok;
 }
 
 #endif

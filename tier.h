@@ -35,6 +35,7 @@
 #define TIER_MAX_TEXT 256u          /* reasons                                            */
 #define TIER_MAX_WISHES 1024u
 #define TIER_MAX_PIECE (1u << 20) /* bytes of an expert in one frame, at most               */
+#define TIER_MAX_CONFIG (1u << 18)
 #define TIER_MAX_INTER 65536
 #define TIER_HELLO_MS 5000 /* who has not been welcomed by then is cut off       */
 #define TIER_MAX_KEY 1024u /* bytes of a key file                                */
@@ -186,9 +187,10 @@ void tier_stats_get(const tier *t, tier_stats *out);
  *      .   .  sums: i64[rows][latent], each at most 2^57 per served pair of its row in size
  * wish, at most 1024 of                    client to server, no answer
  *      0   2  layer              2   2  expert
- * begin, 16 bytes                          client to server, of role 2 like the next three
+ * begin, 16..16 + 2^18 bytes               client to server, of role 2 like the next three
  *      0   4  SiTU beta, f32     4   4  SiTU linear beta, f32; both finite and above 0
  *      8   8  bytes of one expert, all six tensors
+ *     16   .  config.json, or nothing: only a box that keeps what is staged wants it
  * offer, 24 bytes
  *      0   2  layer              2   2  expert
  *      4   4  0                  8   8  its bytes
@@ -235,7 +237,7 @@ enum tier_verdict { TIER_HAS, TIER_WANTS, TIER_FULL, TIER_BUSY, TIER_N_VERDICTS 
 #define TIER_WELCOME_BYTES 16u
 #define TIER_NONCE_BYTES 32u
 #define TIER_FIXED_BYTES 16u /* of a request, of a reply */
-#define TIER_BEGIN_BYTES 16u
+#define TIER_BEGIN_BYTES 16u /* and config.json */
 #define TIER_OFFER_BYTES 24u
 #define TIER_PIECE_BYTES 8u /* and what it brings */
 #define TIER_COMMIT_BYTES 16u
@@ -451,7 +453,7 @@ static inline bool tier_model_is_fit(const tier_model *m) {
 /* The longest payload that a client of role 2 may send. */
 static inline size_t tier_stage_bytes(enum tier_type type) {
     switch (type) {
-    case TIER_BEGIN: return TIER_BEGIN_BYTES;
+    case TIER_BEGIN: return TIER_BEGIN_BYTES + TIER_MAX_CONFIG;
     case TIER_OFFER: return TIER_OFFER_BYTES;
     case TIER_PIECE: return TIER_PIECE_BYTES + TIER_MAX_PIECE;
     case TIER_COMMIT: return TIER_COMMIT_BYTES;

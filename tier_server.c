@@ -68,6 +68,8 @@ static int fail_status(int status, const k3_error *err) {
                 err->text[0] ? err->text : k3_status_name(status));
 }
 
+#include "tier_keep.h"
+
 static uint64_t clock_ns(void) {
     struct timespec ts;
     clock_gettime(CLOCK_MONOTONIC, &ts);
@@ -155,7 +157,8 @@ typedef struct {
 } item;
 
 typedef struct {
-    const char *model_dir, *slice_dir, *kernels, *key_file, *metrics, *pins, *sums, *dump;
+    const char *model_dir, *slice_dir, *keep_dir, *kernels, *key_file, *metrics, *pins, *sums,
+        *dump;
     const char *listen[MAX_LISTEN + 1];
     uint32_t n_listen, threads, spin_us, clients;
     uint64_t ram;
@@ -166,6 +169,7 @@ typedef struct {
     options o;
     k3_engine *e, *part; /* the model, the slice; NULL: none                      */
     slice list;          /* of the slice                                          */
+    keeper keep;         /* of what is staged                                     */
     bool has_model;      /* m is known: from files, or from the first who staged  */
     tier_model m;
     uint64_t expert_bytes;
@@ -819,9 +823,53 @@ static float as_float(const uint8_t *p) {
     return f;
 }
 
+/* Keep config.json, if it describes what is brought. NULL, or why not. */
+static const char *stage_config(server *s, const uint8_t *config, size_t n) {
+    char path[4352];
+    k3_shape sh;
+    k3_error err = {{0}};
+    if (n == 0) return "it keeps what is staged, and no config.json came along";
+    snprintf(path, sizeof path, "%s/config.json", s->o.keep_dir);
+    if (!slice_file_write(s->o.keep_dir, "config.json", (const char *)config, n)) {
+        say("--keep %s: %s", path, strerror(errno));
+        return "it cannot write to its --keep directory";
+    }
+    const tier_model *m = &s->m;
+    if (k3_config_read(&sh, s->o.keep_dir, &err) == 0 && sh.n_layers == m->n_layers &&
+        sh.n_dense == m->n_dense && sh.n_experts == m->n_experts && sh.latent == m->latent &&
+        sh.expert_inter == m->inter && sh.top_k == m->top_k && sh.situ_beta == s->math.beta &&
+        sh.situ_linear_beta == s->math.linear_beta)
+        return NULL;
+    unlink(path);
+    return "its config.json does not describe the model that it brings";
+}
+
+/* From now on what is staged is kept. */
+static void stage_keep(server *s, const slice *man) {
+    if (!keep_start(&s->keep, s->o.keep_dir, man, s->expert_bytes))
+        say("--keep %s: no memory or no thread for it; nothing is kept", s->o.keep_dir);
+}
+
+/* Of a model that was just taken: kept from its first expert on. */
+static void stage_keep_first(server *s, const uint8_t *config, size_t n) {
+    slice man = {.fingerprint = s->m.fingerprint,
+                 .config_sum = XXH3_64bits(config, n),
+                 .n_layers = s->m.n_layers,
+                 .n_dense = s->m.n_dense,
+                 .n_experts = s->m.n_experts,
+                 .latent = s->m.latent,
+                 .inter = s->m.inter,
+                 .top_k = s->m.top_k,
+                 .beta_bits = k3_f32_bits(s->math.beta),
+                 .linear_beta_bits = k3_f32_bits(s->math.linear_beta)};
+    snprintf(man.numerics, sizeof man.numerics, "%s", K3_NUMERICS_ID);
+    stage_keep(s, &man);
+}
+
 /* A box without a model takes this one. NULL, or why not. */
-static const char *stage_adopt(server *s, const tier_model *m, const uint8_t *p) {
+static const char *stage_adopt(server *s, const tier_model *m, const uint8_t *p, size_t n_p) {
     uint64_t n[N_EXPERT_TENSORS];
+    const char *why = NULL;
     s->m = *m;
     s->m.numerics = K3_NUMERICS_ID;
     s->n_moe = m->n_layers - m->n_dense;
@@ -830,7 +878,10 @@ static const char *stage_adopt(server *s, const tier_model *m, const uint8_t *p)
     s->math.inter = m->inter;
     s->math.beta = as_float(p);
     s->math.linear_beta = as_float(p + 4);
-    s->has_model = memory_open(s) == DONE;
+    if (s->o.keep_dir) why = stage_config(s, p + TIER_BEGIN_BYTES, n_p - TIER_BEGIN_BYTES);
+    s->has_model = !why && memory_open(s) == DONE;
+    if (s->has_model && s->o.keep_dir)
+        stage_keep_first(s, p + TIER_BEGIN_BYTES, n_p - TIER_BEGIN_BYTES);
     if (s->has_model) {
         say("takes %llu experts of the model with fingerprint %016llx; room for %u",
             (unsigned long long)s->n_moe * m->n_experts, (unsigned long long)m->fingerprint,
@@ -839,6 +890,7 @@ static const char *stage_adopt(server *s, const tier_model *m, const uint8_t *p)
     }
     memory_close(s);
     s->n_moe = 0;
+    if (why) return why;
     return "this box has too little memory for one expert: give its k3-tier more --ram";
 }
 
@@ -848,13 +900,13 @@ static bool stage_begin(server *s, conn *c, const uint8_t *p, size_t n) {
     char text[TIER_MAX_TEXT];
     const char *why = NULL;
     tier_hello_parse(c->hello, TIER_HELLO_BYTES, &h);
-    if (n != TIER_BEGIN_BYTES || c->stage.has_begun || !tier_is_finite(p, 2) ||
-        !(as_float(p) > 0) || !(as_float(p + 4) > 0) ||
+    if (n < TIER_BEGIN_BYTES || c->stage.has_begun || !tier_is_finite(p, 2) || !(as_float(p) > 0) ||
+        !(as_float(p + 4) > 0) ||
         tier_get64(p + 8) != expert_lengths(h.model.latent, h.model.inter, lengths)) {
         conn_close(s, c, "a begin that makes no sense");
         return false;
     }
-    if (!s->has_model) why = stage_adopt(s, &h.model, p);
+    if (!s->has_model) why = stage_adopt(s, &h.model, p, n);
     if (!why) why = tier_model_differs(&s->m, &h.model, text, sizeof text);
     if (!why && (as_float(p) != s->math.beta || as_float(p + 4) != s->math.linear_beta))
         why = "another model: its SiTU betas differ";
@@ -938,7 +990,7 @@ static bool stage_check(const server *s, const expert_view *x) {
 }
 
 /* Whole and right: expert i is here. */
-static void stage_done(server *s, size_t i, int32_t i_slot, const expert_view *x) {
+static void stage_done(server *s, size_t i, int32_t i_slot, const expert_view *x, uint64_t sum) {
     store *st = &s->st;
     slot *to = &st->slots[i_slot];
     pthread_mutex_lock(&st->lock);
@@ -952,7 +1004,10 @@ static void stage_done(server *s, size_t i, int32_t i_slot, const expert_view *x
     st->slot_of[i] = i_slot;
     st->n_held++;
     store_tell(s, to->il, to->ie, true);
+    const slice_expert kept = {to->il, to->ie, sum};
+    bool is_kept = to->is_kept;
     pthread_mutex_unlock(&st->lock);
+    if (is_kept) keep_add(&s->keep, &kept, x->p[0]); /* its slot stays its own */
 }
 
 static bool stage_commit(server *s, conn *c, uint64_t id, const uint8_t *p, size_t n) {
@@ -978,7 +1033,7 @@ static bool stage_commit(server *s, conn *c, uint64_t id, const uint8_t *p, size
         return conn_refuse(s, c, TIER_REFUSE, why);
     }
     g->is_taking = false;
-    stage_done(s, g->expert, g->i_slot, &x);
+    stage_done(s, g->expert, g->i_slot, &x, g->sum);
     return stage_answer(s, c, id, g->expert, TIER_HAS);
 }
 
@@ -1392,6 +1447,7 @@ static const char HELP[] =
     "  --model DIR       a model directory as downloaded\n"
     "  --slice DIR       what `k3 slice` wrote: some experts, every read checked; with --model it\n"
     "                    is read first, the rest from there\n"
+    "  --keep DIR        write what is staged to DIR as well; started again, serve that\n"
     "  --ram SIZE        bound for the whole process: 64G, 512M, 1.5GiB, or bytes\n"
     "  --listen ADDR     HOST:PORT, [V6]:PORT, :PORT or unix:PATH (repeatable; default\n"
     "                    127.0.0.1:" TIER_PORT "); one that other machines can reach needs a key\n"
@@ -1453,6 +1509,7 @@ typedef struct {
 static const option OPTION[] = {
     {"--model", O_TEXT, AT(model_dir), 0, 0},
     {"--slice", O_TEXT, AT(slice_dir), 0, 0},
+    {"--keep", O_TEXT, AT(keep_dir), 0, 0},
     {"--ram", O_SIZE, AT(ram), 0, 0},
     {"--listen", O_LISTEN, 0, 0, 0},
     {"--psk-file", O_TEXT, AT(key_file), 0, 0},
@@ -1579,7 +1636,8 @@ static int memory_open(server *s) {
                        s->m.n_experts * (sizeof(item) + sizeof(item *));
     uint64_t stagers = MAX_STAGERS * (TIER_MAX_PIECE + tier_resident_bytes(&s->m, s->n_moe) + 8192);
     uint64_t fixed = OVERHEAD_BYTES + n * (4 + 4 + 1 + 60) + client * s->o.clients + scratch +
-                     stagers + (s->part ? n * (60 + 8 + sizeof(slice_expert) + 4) : 0);
+                     stagers + (s->o.keep_dir ? n * 168 + (8u << 20) : 0) +
+                     (s->part ? n * (60 + 8 + sizeof(slice_expert) + 4) : 0);
     uint64_t per = st->slot_bytes + sizeof(slot) + 8;
     if (s->o.ram < fixed + per)
         return fail(FAIL_BUDGET, "--ram of %llu bytes is below what one expert needs: give %llu",
@@ -1675,7 +1733,6 @@ static int slice_check(server *s) {
     const slice *l = &s->list;
     const char *dir = s->o.slice_dir;
     k3_error err = {{0}};
-    size_t n = (size_t)s->n_moe * s->m.n_experts;
     const tier_model listed = {K3_NUMERICS_ID, s->m.fingerprint, l->n_layers, l->n_dense,
                                l->n_experts,   l->latent,        l->inter,    l->top_k};
     char why[TIER_MAX_TEXT];
@@ -1684,16 +1741,7 @@ static int slice_check(server *s) {
         k3_f32_bits(s->math.linear_beta) != l->linear_beta_bits)
         return fail(FAIL_MODEL, "%s: " SLICE_NAME " is not of the model that config.json describes",
                     dir);
-    for (uint32_t i = 0; i < l->n; i++)
-        if (!k3_expert_has(s->part, l->list[i].il, l->list[i].ie))
-            return fail(FAIL_MODEL, "%s: expert %u of layer %u is in no shard; copy it again", dir,
-                        l->list[i].ie, l->list[i].il);
-    uint64_t *sum = calloc(n, sizeof *sum);
-    if (!sum) return fail(FAIL_IO, "out of memory for %zu sums", n);
-    for (uint32_t i = 0; i < l->n; i++)
-        sum[index_of(s, l->list[i].il, l->list[i].ie)] = l->list[i].sum;
-    int rc = k3_expert_use_sums(s->part, sum, &err);
-    free(sum);
+    int rc = k3_expert_use_sums(s->part, l->list, l->n, &err);
     return rc < 0 ? fail_status(rc, &err) : DONE;
 }
 
@@ -1723,14 +1771,34 @@ static int empty_open(server *s) {
     return DONE;
 }
 
+/* What was kept before is a slice; else there is room for one. */
+static int keep_open(server *s) {
+    char path[4352];
+    const char *dir = s->o.keep_dir;
+    if (s->o.model_dir || s->o.slice_dir)
+        return fail(FAIL_USAGE,
+                    "--keep: for a box that has no other files; without --model, --slice");
+    if (strlen(dir) > 4000) return fail(FAIL_USAGE, "--keep: a name of 4000 bytes at most");
+    if (mkdir(dir, 0777) != 0 && errno != EEXIST)
+        return fail(FAIL_IO, "--keep %s: %s", dir, strerror(errno));
+    snprintf(path, sizeof path, "%s/model.safetensors.index.json", dir);
+    if (access(path, F_OK) == 0)
+        return fail(FAIL_USAGE, "--keep %s: not written by --keep; serve it with --slice", dir);
+    snprintf(path, sizeof path, "%s/" SLICE_NAME, dir);
+    if (access(path, F_OK) == 0) s->o.slice_dir = dir;
+    return access(dir, W_OK) == 0 ? DONE : fail(FAIL_IO, "--keep %s: %s", dir, strerror(errno));
+}
+
 /* All there is to read experts from, and memory for them. */
 static int sources_open(server *s) {
     store *st = &s->st;
-    int rc = DONE;
+    int rc = s->o.keep_dir ? keep_open(s) : DONE;
+    if (rc != DONE) return rc;
     if (!s->o.model_dir && !s->o.slice_dir) return empty_open(s);
     if (s->o.model_dir) rc = model_open(s);
     if (rc == DONE && s->o.slice_dir) rc = slice_open(s);
     if (rc == DONE) rc = memory_open(s);
+    if (rc == DONE && s->o.keep_dir) stage_keep(s, &s->list);
     if (rc != DONE || s->e) return rc;
     if (!(st->order = calloc(s->list.n, sizeof *st->order)))
         return fail(FAIL_IO, "out of memory for a list of %u experts", s->list.n);
@@ -1799,6 +1867,7 @@ static void server_close(server *s) {
         close(s->listen[i].fd);
         if (s->listen[i].path[0]) unlink(s->listen[i].path);
     }
+    keep_stop(&s->keep);
     k3_engine_close(s->e);
     k3_engine_close(s->part);
     free(s->list.list);

@@ -417,5 +417,46 @@ ends "a box with another model" 1 "refused: other weights" "$K3" stage -q --mode
 check "a box with the model" 300 --tier "unix:$T/plain.sock"
 stop $box
 
+# ---- Keeping what was staged -------------------------------------------------------------------
+
+ends "keep and a model" 2 "without --model" "$K3_TIER" --model "$MODEL" --keep "$T/k1" --ram 1G --listen "unix:$T/x.sock"
+ends "keep in a slice" 2 "serve it with --slice" "$K3_TIER" --keep "$T/s" --ram 1G --listen "unix:$T/x.sock"
+box kept --ram 1G --keep "$T/kept"
+ends "stage to keep" 0 "100 experts sent" stage kept --size 979200
+for _ in $(seq 250); do [ -e "$T/kept/k3.slice" ] && break; sleep 0.02; done # when nothing more comes
+ends "stage more" 0 "56 experts sent .*, 100 skipped" stage kept --size 1527552
+{ kill -9 $box && wait $box; } 2>/dev/null # what came last was not written yet
+cp "$T/kept/kept-000000.safetensors" "$T/kept/kept-000100.safetensors.part"
+box kept --ram 1G --keep "$T/kept"
+held kept 100
+check "kept, killed, started again" 100 --tier "unix:$T/kept.sock"
+ends "stage the rest" 0 "156 experts sent .*, 100 skipped" stage kept
+{ kill $box && wait $box; } 2>/dev/null # told to end, it writes all
+expect "what is kept" "$(awk '$1 == "experts" { print $2 }' "$T/kept/k3.slice"; cd "$T/kept" && echo *.safetensors)" \
+    "256
+kept-000000.safetensors kept-000100.safetensors"
+box kept --ram 1G --keep "$T/kept"
+held kept 256
+check "all of it" 300 --tier "unix:$T/kept.sock"
+expect "all of all" "$(field far_served)" "$(field far_asked)"
+ends "nothing left to stage" 0 ": 0 experts sent .*, 256 skipped" stage kept
+ends "keep another model" 1 "refused: other weights" "$K3" stage -q --model "$T/m" --to "unix:$T/kept.sock"
+stop $box
+# A shard that was written and never listed: not served, and in nobody's way.
+head -n $((7 + 100)) "$T/kept/k3.slice" | sed 's/^experts .*/experts 100/' >"$T/list"
+if [ -x "$T/sum" ]; then
+    { cat "$T/list"; echo "end $("$T/sum" <"$T/list")"; } >"$T/kept/k3.slice"
+    box kept --ram 1G --keep "$T/kept"
+    held kept 100
+    ends "in place of a shard that was not listed" 0 "156 experts sent .*, 100 skipped" stage kept
+    { kill $box && wait $box; } 2>/dev/null
+    box kept --ram 1G --keep "$T/kept"
+    held kept 256
+    check "a list that was behind" 300 --tier "unix:$T/kept.sock"
+    stop $box
+else
+    skip "a shard that was not listed: no xxhash.h for $CC"
+fi
+
 echo "slice: $n_passed passed, $n_failed failed, $n_skipped skipped"
 [ $n_failed = 0 ]

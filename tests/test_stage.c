@@ -422,6 +422,58 @@ static void test_with_model(const char *dir) {
     server_close(&sv);
 }
 
+/* A box that keeps what comes wants a config.json that fits. */
+static void test_keep(const char *dir) {
+    char keep[] = "/tmp/k3-keep-XXXXXX", path[512];
+    size_t n = 0;
+    uint32_t len;
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    char *config = slice_file_read(path, TIER_MAX_CONFIG, &n);
+    CHECK(config && mkdtemp(keep));
+    open_box(1u << 30);
+    sv.o.keep_dir = keep;
+    for (int i = 0; i < 5; i++) { /* none, cut short, other layers, other betas, right */
+        char text[65536];
+        size_t n_text = i == 0 ? 0 : i == 1 ? n / 2 : n;
+        memcpy(text, config, n + 1);
+        if (i == 2) memcpy(strstr(text, "\"num_hidden_layers\": 9") + 21, "8", 1);
+        if (i == 3) memcpy(strstr(text, "\"activation_situ_beta\": 4.0") + 24, "5", 1);
+        line l = dial_in(0);
+        hello_as(l, &src.m, TIER_STAGES);
+        CHECK(heard(TIER_WELCOME, &len) != NULL);
+        memcpy(out, &src.math.beta, 4);
+        memcpy(out + 4, &src.math.linear_beta, 4);
+        tier_put64(out + 8, src.expert_bytes);
+        memcpy(out + TIER_BEGIN_BYTES, text, n_text);
+        say_frame(l, TIER_BEGIN, TIER_BEGIN_BYTES + n_text);
+        if (i < 4) CHECK(is_refused(i ? "does not describe the model" : "no config.json came"));
+        snprintf(path, sizeof path, "%s/config.json", keep);
+        CHECK_EQ_INT(access(path, F_OK), i < 4 ? -1 : 0);
+        CHECK_EQ_INT(sv.has_model, i == 4);
+        hang_up(l);
+    }
+    line l = stager(0);
+    for (uint32_t ie = 0; ie < 5; ie++) {
+        fetch(src.m.n_dense, ie);
+        CHECK_EQ_INT(offer(l, src.m.n_dense, ie), TIER_WANTS);
+        pieces(l, 9000);
+        CHECK_EQ_INT(commit(l, src.m.n_dense, ie, expert_sum), TIER_HAS);
+    }
+    hang_up(l);
+    server_close(&sv); /* writes what is left */
+    memset(&sv, 0, sizeof sv);
+    sv.o = (options){.keep_dir = keep, .ram = 1u << 30, .clients = 1, .threads = 1};
+    pthread_mutex_init(&sv.st.lock, NULL);
+    pthread_cond_init(&sv.st.work, NULL);
+    CHECK_EQ_INT(sources_open(&sv), DONE);
+    CHECK_EQ_INT(sv.st.n_readable, 5);
+    CHECK(sv.m.fingerprint == src.m.fingerprint && sv.list.n == 5);
+    server_close(&sv);
+    snprintf(path, sizeof path, "rm -r %s", keep);
+    CHECK_EQ_INT(system(path), 0);
+    free(config);
+}
+
 /* ---- The manifest ---- */
 
 static size_t manifest(char *text, uint32_t n) {
@@ -511,6 +563,7 @@ int main(int argc, char **argv) {
     test_others();
     test_busy();
     test_with_model(dir);
+    test_keep(dir);
     test_manifest();
     server_close(&src);
     return test_finish();
