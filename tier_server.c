@@ -1710,7 +1710,7 @@ static int model_open(server *s) {
     return rc < 0 ? fail_status(rc, &err) : DONE;
 }
 
-/* The manifest of the slice. */
+/* The manifest of the slice, and that config.json is its own. */
 static int slice_read(server *s) {
     char path[4352];
     size_t n = 0;
@@ -1724,7 +1724,13 @@ static int slice_read(server *s) {
     if (why) return fail(FAIL_MODEL, "%s: %s; copy it again", path, why);
     if (strcmp(s->list.numerics, K3_NUMERICS_ID) != 0)
         return fail(FAIL_MODEL, "%s: of numerics %s, not " K3_NUMERICS_ID, path, s->list.numerics);
-    return DONE;
+    snprintf(path, sizeof path, "%s/config.json", s->o.slice_dir);
+    text = slice_file_read(path, SLICE_MAX_BYTES, &n);
+    bool is_same = text && XXH3_64bits(text, n) == s->list.config_sum;
+    free(text);
+    if (is_same) return DONE;
+    return fail(FAIL_MODEL, "%s: absent, or not the one that " SLICE_NAME " was written with",
+                path);
 }
 
 /* Manifest, config.json and shards must be of one mind. The sums of the manifest are compared with

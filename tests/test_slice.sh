@@ -322,7 +322,7 @@ serve_bad "no manifest" 3 "k3.slice: No such file"
 sed -i '20s/.$/0/; 21s/.$/1/' "$T/c/k3.slice"
 serve_bad "a damaged manifest" 3 "k3.slice: damaged"
 sed -i 's/"activation_situ_beta": 4.0/"activation_situ_beta": 4.5/' "$T/c/config.json"
-serve_bad "another config.json" 3 "not of the model that config.json describes"
+serve_bad "another config.json" 3 "config.json: absent, or not the one"
 
 # Of another model: the client says why, and runs alone.
 rm -rf "$T/m" && cp -rL "$MODEL" "$T/m"
