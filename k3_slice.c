@@ -168,7 +168,7 @@ typedef struct {
     uint32_t n;
     k3_options o; /* for its progress */
     console con;
-    uint64_t start_ns;
+    uint64_t base; /* bytes that were done when it began */
     feed feed;
 } job;
 
@@ -199,9 +199,11 @@ static void job_close(job *j) {
     k3_engine_close(j->e);
 }
 
-/* Say how far it is; INTERRUPTED when Ctrl-C was pressed. */
+/* Say how far it is, in bytes; INTERRUPTED when Ctrl-C was pressed. What a run before has done is
+ * not this one's speed. */
 static int job_progress(job *j, uint64_t done, uint64_t total) {
-    const k3_progress p = {K3_PHASE_LOAD, done, total, -1, done};
+    done -= j->base;
+    const k3_progress p = {K3_PHASE_LOAD, done, total - j->base, -1, done};
     return j->o.progress(j->o.user, &p) ? INTERRUPTED : DONE;
 }
 
@@ -549,6 +551,8 @@ static int slicing_write(slicing *s) {
     char size[32];
     int rc = DONE;
     s->j->con.verb = "writing";
+    s->j->base = before;
+    job_progress(s->j, before, s->total);
     uint32_t skip = s->first * s->per_shard < s->man.n ? s->first * s->per_shard : s->man.n;
     feed_start(&s->j->feed, s->j->list + skip, s->man.n - skip);
     for (uint32_t i = s->first; i < s->n_shards && rc == DONE; i++) rc = shard_write(s, i);
@@ -869,8 +873,10 @@ static int stage_run(job *j, wire *w) {
     uint64_t start = clock_ns();
     uint32_t n = stage_missing(w, j->list, j->n);
     g.n_had = j->n - n;
-    if (g.n > w->capacity && w->capacity > g.n_had) g.n = w->capacity; /* for the time left */
+    if (g.n > w->capacity && w->capacity >= g.n_had) g.n = w->capacity; /* for the time left */
     j->con.verb = "staging";
+    j->base = g.n_had * j->sh->expert_bytes;
+    job_progress(j, j->base, g.n * j->sh->expert_bytes);
     int rc = stage_list(j, w, j->list, n, &g);
     for (int i = 0; i < 300 && rc == DONE && g.n_busy > 0 && !g.is_full; i++) {
         const struct timespec pause = {.tv_nsec = 100000000};

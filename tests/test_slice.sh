@@ -232,6 +232,12 @@ for _ in $(seq 40); do # until it is met at work
 done
 expect "told to end" "$rc $([ -e "$T/k/k3.slice" ] && echo whole)" "130 "
 ends "after it was told to end" 0 "experts .* in [0-9]+ shards" "${slice[@]}" --size 1500K --shard 50K --out "$T/k"
+# A disk that fails in the middle: what is whole stays, what is not goes.
+rm -rf "$T/k"
+(trap '' XFSZ; ulimit -f 100; exec "${slice[@]}" --size 1500K --shard 200K --out "$T/k") >"$T/out" 2>"$T/err"
+expect "a disk that fails" "$? $(grep -c "File too large; whole shards stay" "$T/err") $(ls "$T/k")" "1 1 k3.slice.part"
+ends "a disk that is well again" 0 "7 shards" "${slice[@]}" --size 1500K --shard 200K --out "$T/k"
+diff -rq "$T/s" "$T/k" >"$T/err" && pass || fail "a disk that is well again" "other bytes"
 # Cut short by hand: two shards and a bit of a third.
 unfinish() {
     rm -rf "$T/k" && cp -r "$T/s" "$T/k" && rm "$T/k/k3.slice" "$T/k/config.json" "$T/k/"*index.json
