@@ -4575,7 +4575,8 @@ static int far_open(k3_engine *e, k3_error *err) {
     int rc = k3_expert_fingerprint(e, &m.fingerprint, err);
     if (rc < 0) return rc;
     e->far_rows = o->chunk && o->chunk < (int)TIER_MAX_ROWS ? (uint32_t)o->chunk : TIER_MAX_ROWS;
-    tier_options to = {o->tiers, o->tier_key, o->spin_us, e->far_rows};
+    tier_trust trust = {o->tier_ca, o->tier_cert, o->tier_cert_key, "--tier"};
+    tier_options to = {o->tiers, o->tier_key, o->spin_us, e->far_rows, trust};
     e->far_bytes = tier_bytes(&m, &to);
     e->far_block = ledger_take(&e->mem, e->far_bytes, "frames of far boxes", err);
     if (!e->far_block) return e->mem.why;

@@ -14,11 +14,11 @@
 #include "k3_cli.h"
 
 #include "experts.h"
-#define TIER_WIRE
-#include "tier.h"
+#include "tier_dial.h"
 #include "slice.h"
 
 #include <dirent.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sys/file.h>
 #include <sys/statvfs.h>
@@ -598,14 +598,18 @@ done:
 
 /* ==== 4. k3 stage: frames ============================================================
  *
- * One connection, one frame out, one back, each waited for: TIER_HELLO_MS for the hello, half a
- * minute for anything later. */
+ * One connection, by whatever way tier_dial.h knows; one frame out, one back, each waited for:
+ * TIER_HELLO_MS without a byte in the hello, half a minute in anything later. */
 
-#define STAGE_WAIT_S 30
+#define STAGE_WAIT_MS 30000
 
 typedef struct {
     const char *addr;
-    int fd;
+    tier_addr to;
+    tier_trust trust;
+    tier_link link;
+    bool is_open;
+    uint32_t wait_ms;
     tier_model m;
     tier_key key;
     uint8_t *out, *in;
@@ -616,6 +620,7 @@ typedef struct {
     char *config; /* config.json, for a box that keeps what comes */
     size_t n_config;
     char why[TIER_MAX_TEXT + 64]; /* of a call that returned false */
+    int code;                     /* and how the program ends      */
 } wire;
 
 static bool wire_fail(wire *w, const char *why) {
@@ -623,54 +628,69 @@ static bool wire_fail(wire *w, const char *why) {
     return false;
 }
 
-static int wire_dial_one(int family, const struct sockaddr *sa, socklen_t n) {
-    struct timeval wait = {TIER_HELLO_MS / 1000, 0};
-    int fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) return -1;
-    tier_socket_tune(fd);
-    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait);
-    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof wait);
-    if (connect(fd, sa, n) == 0) return fd;
-    int why = errno;
-    close(fd);
-    errno = why;
-    return -1;
+static bool wire_stops(void *user) {
+    (void)user;
+    return interrupted;
+}
+
+/* Whom to dial and how; before anything is read, since some of it may be a slip. */
+static int wire_address(wire *w, const cli_args *a) {
+    char why[400];
+    w->trust = (tier_trust){a->tier_ca, a->tier_cert, a->tier_key, "--tier"};
+    if (!w->addr || !w->addr[0]) return fail(FAIL_USAGE, "stage: --to ADDR: which box?");
+    if (!tier_addr_parse(w->addr, &w->to))
+        return fail(FAIL_USAGE,
+                    "--to: '%s' is no address; give HOST:PORT, [V6]:PORT, tls:HOST:PORT or "
+                    "unix:PATH",
+                    w->addr);
+    if (!w->to.is_tls && (a->tier_ca || a->tier_cert || a->tier_key))
+        return fail(FAIL_USAGE, "--tier-%s: --to is not dialled with TLS: write tls:ADDR",
+                    a->tier_ca     ? "ca"
+                    : a->tier_cert ? "cert"
+                                   : "key");
+    if (w->to.is_tls && !tier_dial_has_tls())
+        return fail(FAIL_USAGE, "--to: built without libcurl (make CURL=0), so without TLS");
+    if (tier_trust_check(&w->trust, why, sizeof why) < 0) return fail(FAIL_USAGE, "%s", why);
+    return DONE;
 }
 
 static int wire_dial(wire *w) {
-    tier_addr a;
-    struct sockaddr_un sa = {.sun_family = AF_UNIX};
-    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *list = NULL;
-    if (!tier_addr_parse(w->addr, &a))
-        return fail(FAIL_USAGE, "--to: '%s' is no address; give HOST:PORT, [V6]:PORT or unix:PATH",
-                    w->addr);
-    if (a.is_unix) {
-        strcpy(sa.sun_path, a.path);
-        w->fd = wire_dial_one(AF_UNIX, (struct sockaddr *)&sa, sizeof sa);
-    } else {
-        int rc = getaddrinfo(a.host, a.port, &hints, &list);
-        if (rc != 0) return fail(FAIL_IO, "stage %s: %s", w->addr, gai_strerror(rc));
-        for (struct addrinfo *i = list; i && w->fd < 0; i = i->ai_next)
-            w->fd = wire_dial_one(i->ai_family, i->ai_addr, i->ai_addrlen);
-        freeaddrinfo(list);
-    }
-    return w->fd >= 0 ? DONE
-                      : fail(FAIL_IO, "stage %s: %s; is its k3-tier running?", w->addr,
-                             errno == EINPROGRESS ? "no answer" : strerror(errno));
+    w->is_open = tier_dial(&w->link, &w->to, &w->trust, TIER_HELLO_MS, wire_stops, NULL) == 0;
+    if (w->is_open) return DONE;
+    if (interrupted) return fail(INTERRUPTED, "interrupted");
+    return fail(FAIL_IO, "stage %s: %s%s", w->addr, w->link.why,
+                w->link.was_there ? "" : "; is its k3-tier running?");
+}
+
+/* Wait until bytes can go or come; false when that takes too long, or Ctrl-C was pressed. */
+static bool wire_wait(wire *w, short events) {
+    uint64_t until = clock_ns() + w->wait_ms * 1000000ull;
+    return tier_link_wait(&w->link, events, until, wire_stops, NULL) ||
+           wire_fail(w, events == POLLIN ? "no answer in time" : "does not read");
 }
 
 /* n bytes, whole; false on a timeout, an error or the end. */
 static bool wire_get(wire *w, uint8_t *to, size_t n) {
     while (n > 0) {
-        ssize_t got = recv(w->fd, to, n, 0);
-        if (got < 0 && errno == EINTR && !interrupted) continue;
-        if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
-            return wire_fail(w, "no answer in time");
-        if (got <= 0) return wire_fail(w, "the connection broke");
+        ssize_t got = w->link.by->recv(&w->link, to, n);
+        if (got < 0) return wire_fail(w, w->link.why);
+        if (got == 0 && !wire_wait(w, POLLIN)) return false;
         to += got;
         n -= (size_t)got;
     }
     return true;
+}
+
+/* How the program ends for a reason that a box gave. */
+static int refusal_code(const char *said) {
+    static const struct {
+        const char *begins;
+        int code;
+    } kind[] = {
+        {TIER_WHY_MODEL, FAIL_MODEL}, {TIER_WHY_ROOM, FAIL_BUDGET}, {TIER_WHY_SUM, FAIL_CHECK}};
+    for (size_t i = 0; i < COUNT(kind); i++)
+        if (strncmp(said, kind[i].begins, strlen(kind[i].begins)) == 0) return kind[i].code;
+    return FAIL_IO;
 }
 
 /* The next frame, checked, of a type that is wanted; a reason that the box gives instead is kept. */
@@ -687,6 +707,7 @@ static bool wire_read(wire *w, enum tier_type a, enum tier_type b, tier_head *h)
     if (h->type != TIER_REFUSE && h->type != TIER_GOODBYE)
         return wire_fail(w, "a frame out of turn");
     tier_text(said, sizeof said, p, h->n);
+    if (h->type == TIER_REFUSE) w->code = refusal_code(said);
     snprintf(w->why, sizeof w->why, "%s: %s", h->type == TIER_REFUSE ? "refused" : "said goodbye",
              said);
     return false;
@@ -695,14 +716,16 @@ static bool wire_read(wire *w, enum tier_type a, enum tier_type b, tier_head *h)
 /* Send a frame whose payload of n bytes is in `out`. */
 static bool wire_send(wire *w, enum tier_type type, size_t n) {
     size_t all = tier_seal(w->out, type, w->id, (uint32_t)n);
+    char broke[sizeof w->link.why];
+    tier_head h;
     for (size_t at = 0; at < all;) {
-        ssize_t put = send(w->fd, w->out + at, all - at, MSG_NOSIGNAL);
-        if (put < 0 && errno == EINTR && !interrupted) continue;
-        if (put <= 0) {
-            tier_head h;
-            wire_read(w, TIER_REFUSE, TIER_REFUSE, &h); /* its reason, if it gave one */
-            return wire_fail(w, "the connection broke");
+        ssize_t put = w->link.by->send(&w->link, w->out + at, all - at);
+        if (put < 0) {
+            snprintf(broke, sizeof broke, "%s", w->link.why);
+            wire_read(w, TIER_WELCOME, TIER_VERDICT, &h); /* its reason, if it gave one */
+            return wire_fail(w, broke);
         }
+        if (put == 0 && !wire_wait(w, POLLOUT)) return false;
         at += (size_t)put;
     }
     return true;
@@ -739,7 +762,6 @@ static bool stage_resident(wire *w, const uint8_t *p, size_t n) {
 /* From hello to what the box holds. */
 static bool stage_hello(wire *w, const k3_shape *sh) {
     uint8_t hello[TIER_HELLO_BYTES], nonce[TIER_NONCE_BYTES], *p = w->out + TIER_HEAD_BYTES;
-    struct timeval wait = {STAGE_WAIT_S, 0};
     tier_head h;
     if (!tier_nonce(nonce)) return wire_fail(w, "no random bytes");
     tier_hello_pack(hello, &w->m, TIER_STAGES, nonce);
@@ -759,8 +781,7 @@ static bool stage_hello(wire *w, const k3_shape *sh) {
         return false;
     if (h.n != TIER_WELCOME_BYTES) return wire_fail(w, "a welcome of the wrong length");
     w->capacity = tier_get32(w->in + TIER_HEAD_BYTES);
-    setsockopt(w->fd, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait);
-    setsockopt(w->fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof wait);
+    w->wait_ms = STAGE_WAIT_MS;
     return wire_read(w, TIER_RESIDENT, TIER_RESIDENT, &h) &&
            stage_resident(w, w->in + TIER_HEAD_BYTES, h.n);
 }
@@ -841,7 +862,7 @@ static int stage_list(job *j, wire *w, slice_expert *list, uint32_t n, staging *
         if (!stage_one(w, r, bytes, &v)) {
             console_clear(&j->con);
             if (interrupted) return fail(INTERRUPTED, "interrupted; the same command goes on");
-            return fail(FAIL_IO, "stage %s: %s; what it has is not sent again: start it once more",
+            return fail(w->code, "stage %s: %s; what it has is not sent again: start it once more",
                         w->addr, w->why);
         }
         g->n_sent += v == TIER_WANTS;
@@ -915,9 +936,10 @@ static int stage_room(wire *w, const job *j, const cli_args *a) {
 
 int cmd_stage(const cli_args *a) {
     static job j;
-    wire w = {.addr = a->to, .fd = -1};
-    if (!a->to || !a->to[0]) return fail(FAIL_USAGE, "stage: --to ADDR: which box?");
-    int rc = job_open(&j, a);
+    wire w = {.addr = a->to, .wait_ms = TIER_HELLO_MS, .code = FAIL_IO};
+    int rc = wire_address(&w, a);
+    if (rc != DONE) return rc;
+    rc = job_open(&j, a);
     if (rc == DONE && a->size / j.sh->expert_bytes < j.n && is_given(a, "--size"))
         j.n = (uint32_t)(a->size / j.sh->expert_bytes);
     if (rc == DONE && j.n == 0)
@@ -925,10 +947,12 @@ int cmd_stage(const cli_args *a) {
                   (unsigned long long)a->size, (unsigned long long)j.sh->expert_bytes);
     if (rc == DONE) rc = stage_room(&w, &j, a);
     if (rc == DONE) rc = wire_dial(&w);
-    if (rc == DONE && !stage_hello(&w, j.sh)) rc = fail(FAIL_IO, "stage %s: %s", w.addr, w.why);
+    if (rc == DONE && !stage_hello(&w, j.sh))
+        rc = interrupted ? fail(INTERRUPTED, "interrupted")
+                         : fail(w.code, "stage %s: %s", w.addr, w.why);
     if (rc == DONE) rc = stage_run(&j, &w);
     if (rc == DONE) wire_send(&w, TIER_GOODBYE, 0);
-    if (w.fd >= 0) close(w.fd);
+    if (w.is_open) w.link.by->close(&w.link);
     free(w.in);
     free(w.out);
     free(w.held);

@@ -1,13 +1,14 @@
 /* bench_tier.c - what a hop to a far box costs, part by part.
  *
- *     bench_tier MODEL_DIR [-n N] ADDR...         one table for each address, TSV on stdout
+ *     bench_tier MODEL_DIR [-n N] [-e] [-c CA] ADDR...    one table for each address, TSV on stdout
  *
  * For requests of 0, 1, 2, 3 and 16 experts of one row, and for a chain of three dependent requests
  * of one expert each: 200 to warm up, then N (default 10000), their p50, p95 and p99, and of the
  * medians what is spent packing, queued, computing, joining and on the way. The first row is the
  * yardstick: a bare ping-pong of the same bytes as the empty request, both ends spinning,
  * TCP_NODELAY on loopback. Ends with the number of requests in vain.
- * Includes the client; link k3.c.
+ * CA is who signed the certificates of tls: addresses; -e: empty requests and nothing else.
+ * Includes the client; link k3.c and tier_dial.c.
  */
 #include "../experts.h"
 
@@ -165,13 +166,22 @@ int main(int argc, char **argv) {
     k3_engine *e;
     k3_error err;
     char why[400];
+    tier_trust trust = {.flag = "--tier"};
+    const char *ca = NULL;
+    bool is_empty = false;
     int first = 2;
-    if (argc > 4 && strcmp(argv[2], "-n") == 0) {
-        n_wanted = strtoull(argv[3], NULL, 10);
-        first = 4;
+    for (; first + 1 < argc && argv[first][0] == '-'; first++) {
+        if (strcmp(argv[first], "-e") == 0)
+            is_empty = true;
+        else if (strcmp(argv[first], "-n") == 0)
+            n_wanted = strtoull(argv[++first], NULL, 10);
+        else if (strcmp(argv[first], "-c") == 0)
+            ca = argv[++first];
+        else
+            argc = 0;
     }
     if (argc <= first || n_wanted < 1 || n_wanted > MOST) {
-        fprintf(stderr, "usage: bench_tier MODEL_DIR [-n N] ADDR...\n");
+        fprintf(stderr, "usage: bench_tier MODEL_DIR [-n N] [-e] [-c CA] ADDR...\n");
         return 2;
     }
     k3_options_default(&o);
@@ -191,11 +201,13 @@ int main(int argc, char **argv) {
     for (uint32_t i = 0; i < sh->latent; i++) z[i] = (float)(i % 17) * 0.03125f - 0.25f;
     printf(
         "address\trequest\tp50_us\tp95_us\tp99_us\tpack\tqueue\tcompute\tjoin\tbeyond_compute\n");
-    if (ping_pong(TIER_HEAD_BYTES + TIER_FIXED_BYTES, TIER_HEAD_BYTES + TIER_FIXED_BYTES) == 0)
+    if (!is_empty &&
+        ping_pong(TIER_HEAD_BYTES + TIER_FIXED_BYTES, TIER_HEAD_BYTES + TIER_FIXED_BYTES) == 0)
         row_print("loopback", "bare ping-pong");
     for (int i = first; i < argc; i++) {
         const char *boxes[2] = {argv[i], NULL};
-        tier_options to = {boxes, NULL, 1000, 1};
+        trust.ca = strncmp(argv[i], "tls:", 4) == 0 ? ca : NULL;
+        tier_options to = {.boxes = boxes, .spin_us = 1000, .max_rows = 1, .trust = trust};
         void *block = calloc(1, tier_bytes(&m, &to));
         if (tier_open(&far, &m, &to, block, why, sizeof why) < 0) {
             fprintf(stderr, "bench_tier: %s\n", why);
@@ -207,9 +219,9 @@ int main(int argc, char **argv) {
         }
         uint64_t n_bad = 0;
         const uint32_t n_experts[] = {0, 1, 2, 3, 16};
-        for (size_t k = 0; k < sizeof n_experts / sizeof *n_experts; k++)
+        for (size_t k = 0; k < (is_empty ? 1 : sizeof n_experts / sizeof *n_experts); k++)
             if (n_experts[k] <= m.top_k) n_bad += measure(argv[i], n_experts[k], 1, z, Q);
-        n_bad += measure(argv[i], 1, 3, z, Q);
+        if (!is_empty) n_bad += measure(argv[i], 1, 3, z, Q);
         printf("# %s: %llu requests in vain\n", argv[i], (unsigned long long)n_bad);
         tier_close(far);
         free(block);

@@ -202,7 +202,7 @@ static void test_hello(void) {
     for (size_t i = 0; i < COUNT(odd); i++) {
         l = dial_in(0);
         hello_as(l, &odd[i], TIER_STAGES);
-        CHECK(is_refused(i < 7 ? "a geometry that no model has" : "another numerics id"));
+        CHECK(is_refused(i < 7 ? "a geometry that none has" : "another model: numerics"));
         hang_up(l);
     }
     CHECK(!sv.has_model && sv.n_stagers == 0);
@@ -335,7 +335,7 @@ static void test_others(void) {
     other.fingerprint++;
     l[1] = dial_in(1);
     hello_as(l[1], &other, TIER_STAGES);
-    CHECK(is_refused("other weights"));
+    CHECK(is_refused("another model: fingerprint"));
     hang_up(l[1]);
     l[1] = dial_in(1);
     hello_as(l[1], &src.m, TIER_STAGES);
@@ -446,7 +446,8 @@ static void test_keep(const char *dir) {
         tier_put64(out + 8, src.expert_bytes);
         memcpy(out + TIER_BEGIN_BYTES, text, n_text);
         say_frame(l, TIER_BEGIN, TIER_BEGIN_BYTES + n_text);
-        if (i < 4) CHECK(is_refused(i ? "does not describe the model" : "no config.json came"));
+        if (i < 4)
+            CHECK(is_refused(i ? "describes another than it brings" : "no config.json came"));
         snprintf(path, sizeof path, "%s/config.json", keep);
         CHECK_EQ_INT(access(path, F_OK), i < 4 ? -1 : 0);
         CHECK_EQ_INT(sv.has_model, i == 4);
