@@ -54,10 +54,10 @@ KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
-          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier $(BUILD)/test_dial \
-          $(BUILD)/tier_chaos
+          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
+          $(BUILD)/test_stage $(BUILD)/test_dial $(BUILD)/tier_chaos
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
-          $(BUILD)/replay_state $(BUILD)/replay_tier
+          $(BUILD)/replay_state $(BUILD)/replay_tier $(BUILD)/replay_slice
 
 .PHONY: all gpu demo test test-gpu test-model test-big asan tsan neon fuzz bench golden install \
         clean help
@@ -80,7 +80,7 @@ help:
 	@echo "make clean       remove $(BUILD)*"
 	@echo "Variables: CC CFLAGS LDFLAGS BUILD PREFIX V=1; CURL=0: no TLS and no proxies to far boxes"
 
-$(BUILD)/k3: $(BUILD)/k3_cli.o $(BUILD)/k3_chat.o $(ENGINE)
+$(BUILD)/k3: $(BUILD)/k3_cli.o $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
@@ -132,7 +132,7 @@ $(BUILD)/tier_chaos: tests/tier_chaos.c | $(BUILD)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< -lcrypto
 
 # tier_server.c is included, the engine linked.
-$(BUILD)/test_tier: tests/test_tier.c $(BUILD)/tier_tls.o $(ENGINE)
+$(BUILD)/test_tier $(BUILD)/test_stage: $(BUILD)/%: tests/%.c tier_server.c $(BUILD)/tier_tls.o $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/tier_tls.o $(ENGINE) $(K3_LIBS)
 
@@ -147,8 +147,8 @@ $(BUILD)/bench_tier: tests/bench_tier.c $(BUILD)/k3.o $(BUILD)/tier_dial.o $(KER
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
 # Client and server in one program, so without the client's object.
-$(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c $(BUILD)/k3.o $(BUILD)/tier_dial.o \
-  $(BUILD)/tier_tls.o $(KERNELS)
+$(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c tier_server.c tier_client.c tier_keep.h \
+  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/tier_dial.o $(BUILD)/tier_tls.o $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ tests/fuzz_tier.c \
 	  tests/fuzz_replay.c $(filter %.o,$^) $(K3_LIBS)
@@ -162,9 +162,9 @@ $(BUILD)/k3_cli_test.o: k3_cli.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(DEMO_DIRS) -Dmain=k3_main -Wno-missing-prototypes -c -o $@ $<
 
-$(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(ENGINE)
+$(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(BUILD)/k3_slice.o $(ENGINE)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/k3_cli_test.o $(ENGINE) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
 $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)

@@ -30,6 +30,13 @@ typedef struct {
     const uint8_t *p[N_EXPERT_TENSORS];
 } expert_view;
 
+/* Their lengths; returns the sum of them, the bytes of one expert. latent, inter % K3_GROUP == 0 */
+static inline uint64_t expert_lengths(uint64_t latent, uint64_t inter,
+                                      uint64_t n[N_EXPERT_TENSORS]) {
+    for (int k = 0; k < N_EXPERT_TENSORS; k++) n[k] = latent * inter / (k % 2 ? K3_GROUP : 2);
+    return 3 * (n[W1_PACKED] + n[W1_SCALE]);
+}
+
 /* ---- 2. Arithmetic (K3-SPEC 3.5, NUMERICS 2, 3, 5) --------------------------------- */
 
 /* Round to nearest, subnormals kept, no traps (NUMERICS 1): every thread that computes, on entry. A
@@ -110,6 +117,36 @@ int k3_expert_read(k3_engine *e, uint32_t il, uint32_t ie, uint8_t *room, expert
  * Errors  K3_EIO */
 int k3_expert_fingerprint(k3_engine *e, uint64_t *out, k3_error *err);
 
+/* Of an engine that was opened experts_only: is this expert there? Of any other: true. */
+bool k3_expert_has(const k3_engine *e, uint32_t il, uint32_t ie);
+
+struct slice_expert;
+
+/* From now on compare each expert that is read with its XXH3 in this list of n; what it does not
+ * name is not there any more. For engines opened experts_only.
+ * Errors  K3_ENOMEM; K3_EMODEL: an expert that is not there, or not in one piece in slot order */
+int k3_expert_use_sums(k3_engine *e, const struct slice_expert *x, uint32_t n, k3_error *err);
+
+/* How a shard with these n experts begins: the length of its header, that, and blanks, so that what
+ * follows, six tensors of each expert in slot order, begins at a whole page. malloc'd, *n_head bytes;
+ * NULL: no memory. Names are spelled as in e's checkpoint, or with NULL as released. */
+char *k3_shard_head(const k3_engine *e, uint64_t latent, uint64_t inter, uint64_t fingerprint,
+                    const struct slice_expert *x, uint32_t n, size_t *n_head);
+
+/* The geometry that DIR/config.json states. Errors  K3_EMODEL, K3_EIO */
+int k3_config_read(k3_shape *sh, const char *dir, k3_error *err);
+
+/* The name of one of an expert's tensors, as this checkpoint spells it. */
+void k3_expert_name(const k3_engine *e, uint32_t il, uint32_t ie, int k, char *out, size_t cap);
+
+/* Whether what is read is compared with sums. */
+bool k3_engine_has_sums(const k3_engine *e);
+
 const k3_kernels *k3_engine_table(const k3_engine *e);
+
+/* The same without an engine: the named table or the best there is, and how many threads it has;
+ * `asked` 0 is one for each core.
+ * Errors  K3_EUSAGE, and NULL: no such table, or a machine that cannot give the bits */
+const k3_kernels *k3_machine_table(const char *name, int asked, int *n_threads, k3_error *err);
 
 #endif

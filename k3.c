@@ -38,6 +38,7 @@
 #define K3_KERNELS_ELEMENTWISE
 #include "kernels.h"
 #include "experts.h"
+#include "slice.h"
 #include "tier.h"
 
 #include <dirent.h>
@@ -984,7 +985,7 @@ typedef struct {
     place at_model[N_MODEL_TENSORS];
     place (*at)[N_TENSORS];   /* [n_layers], entries of the layer's own parts are used */
     expert_place *experts;    /* [n_layers - n_dense][n_experts] */
-    bool has_index;
+    bool has_index, is_flat;  /* is_flat: names of experts do not begin with language_model. */
     uint64_t n_unknown;
     ledger *mem;
     uint64_t at_bytes, experts_bytes;
@@ -1406,6 +1407,7 @@ static int header_take(model *m, const k3_shape *sh, uint16_t i_shard, const cha
         model_note_unknown(m, name, s->name);
         return 0;
     }
+    if (id.expert_tensor >= 0) m->is_flat = strncmp(name, "language_model.", 15) != 0;
     int rc = header_entry_check(m, sh, &id, &h, name, s->name, err);
     return rc < 0 ? rc : model_put(m, sh, &id, data + h.begin, i_shard, name, err);
 }
@@ -1669,9 +1671,30 @@ static int missing_visit(void *user, const name_id *id) {
     return 0;
 }
 
+static bool expert_is_here(const expert_place *at) { return at->shard[0] != NO_SHARD; }
+
+/* Of a slice: each expert has all six tensors or none, and at least one is there. */
+static int model_partial(const model *m, const k3_shape *sh, k3_error *err) {
+    uint64_t n_here = 0;
+    for (uint32_t il = sh->n_dense; il < sh->n_layers; il++)
+        for (uint32_t ie = 0; ie < sh->n_experts; ie++) {
+            const expert_place *at = model_expert(m, sh, il, ie);
+            int n = 0;
+            for (int k = 0; k < N_EXPERT_TENSORS; k++) n += at->shard[k] != NO_SHARD;
+            n_here += n == N_EXPERT_TENSORS;
+            if (n > 0 && n < N_EXPERT_TENSORS)
+                return fail(err, K3_EMODEL,
+                            "%s: expert %u of layer %u has %d of its six tensors; copy the slice "
+                            "again",
+                            m->dir, ie, il, n);
+        }
+    return n_here > 0 ? 0 : fail(err, K3_EMODEL, "%s: no experts in its shards", m->dir);
+}
+
 static int model_complete(model *m, const k3_shape *sh, k3_error *err) {
     missing w = {m, sh, {0, -1, 0, 0}, 0};
     char name[256];
+    if (m->opt->experts_only) return model_partial(m, sh, err);
     model_expect(sh, missing_visit, &w);
     if (w.n_missing == 0) return 0;
     name_write(&w.first, name, sizeof name);
@@ -2707,7 +2730,9 @@ static uint64_t expert_room(const model *m, const k3_shape *sh) {
     for (int k = 0; k < N_EXPERT_TENSORS; k++) split += io_room(expert_tensor_bytes(sh, k));
     for (uint32_t il = sh->n_dense; il < sh->n_layers; il++)
         for (uint32_t ie = 0; ie < sh->n_experts; ie++)
-            if (!expert_is_whole(sh, model_expert(m, sh, il, ie), &lo)) return split;
+            if (expert_is_here(model_expert(m, sh, il, ie)) &&
+                !expert_is_whole(sh, model_expert(m, sh, il, ie), &lo))
+                return split;
     return whole;
 }
 
@@ -2800,8 +2825,23 @@ static slot *store_coldest(const k3_engine *e, uint32_t il) {
     return coldest;
 }
 
-/* Begin reading an expert into a free slot, or into the place of a colder one of its own layer.
- * False when there is none now. */
+/* Take back the last guess for the next layer: its slot is needed now. */
+static void store_drop_guess(k3_engine *e) {
+    store *st = &e->store;
+    while (st->n_guess > 0) {
+        slot *s = &st->slots[st->guess[--st->n_guess]];
+        if (s->state == SLOT_FREE || s->is_doomed || !s->is_guess) continue;
+        for (int k = 0; k < s->n_reqs; k++)
+            if (disk_state(&e->io, &s->req[k]) != IO_QUEUED) e->stats.wasted_bytes += s->req[k].n;
+        s->is_guess = false;
+        store_drop(e, s);
+        return;
+    }
+}
+
+/* Begin reading an expert into a free slot, or into the place of a colder one of its own layer, or
+ * of a guess: what a far box did not answer is fetched when guesses have taken the free ones. False
+ * when there is none now. */
 static bool store_fetch(k3_engine *e, uint32_t il, uint32_t ie, enum io_urgency u) {
     store *st = &e->store;
     if (st->n_free == 0) store_reap(e);
@@ -2812,6 +2852,7 @@ static bool store_fetch(k3_engine *e, uint32_t il, uint32_t ie, enum io_urgency 
             store_drop(e, cold);
         }
     }
+    if (st->n_free == 0 && u == IO_DEMAND && st->n_doomed == 0) store_drop_guess(e);
     if (st->n_free == 0) return false;
     uint32_t i = st->free[--st->n_free];
     slot *s = &st->slots[i];
@@ -3181,7 +3222,7 @@ static int sums_load(k3_engine *e, const char *path, int fd, uint64_t size, k3_e
 static int sums_open(k3_engine *e, k3_error *err) {
     char path[4352];
     uint64_t size;
-    if (e->opt.no_check) return 0;
+    if (e->opt.no_check || e->opt.experts_only) return 0;
     sums_path(e, path, sizeof path);
     if (!e->opt.sums && access(path, F_OK) != 0) return 0;
     int fd = file_open(path, &size, err);
@@ -5556,6 +5597,12 @@ static int engine_threads(int asked) {
 #endif
 }
 
+static int machine_check(k3_error *err) {
+    if (fma_is_exact()) return 0;
+    return fail(err, K3_EUSAGE,
+                "this machine's fmaf rounds twice or flushes subnormals: it cannot give the hash");
+}
+
 /* Options and machine, before any file is touched. */
 static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
     e->opt = *o;
@@ -5568,10 +5615,7 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
         return fail(err, K3_EUSAGE, "io depth is %d, outside 0..%d", o->io_depth, IO_MAX_DEPTH);
     if (!(o->eps_lora > 0.0f) || !isfinite(o->eps_lora))
         return fail(err, K3_EUSAGE, "lora eps must be a number above 0");
-    if (!fma_is_exact())
-        return fail(
-            err, K3_EUSAGE,
-            "this machine's fmaf rounds twice or flushes subnormals: it cannot give the hash");
+    if (machine_check(err) < 0) return K3_EUSAGE;
     e->dir = strdup(o->model_dir);
     e->kern = kernels_pick(o->kernels, err);
     if (!e->kern) return K3_EUSAGE;
@@ -5586,6 +5630,7 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
 /* Memory, trunk, slots, disk: everything a step needs. */
 static int engine_load(k3_engine *e, k3_error *err) {
     int rc;
+    if (e->opt.experts_only) return 0;
     rc = plan_make(e, err);
     if (rc == K3_EBUDGET && e->opt.headers_only) return 0; /* the plan names the floor */
     if (rc < 0 || e->opt.headers_only) return rc;
@@ -5849,9 +5894,17 @@ uint64_t k3_expert_room(const k3_engine *e) { return expert_room(&e->files, &e->
 
 const k3_kernels *k3_engine_table(const k3_engine *e) { return e->kern; }
 
+const k3_kernels *k3_machine_table(const char *name, int asked, int *n_threads, k3_error *err) {
+    if (machine_check(err) < 0) return NULL;
+    *n_threads = engine_threads(asked);
+    return kernels_pick(name, err);
+}
+
 int k3_expert_read(k3_engine *e, uint32_t il, uint32_t ie, uint8_t *room, expert_view *x,
                    k3_error *err) {
     io_req req[N_EXPERT_TENSORS];
+    if (!k3_expert_has(e, il, ie))
+        return fail(err, K3_EMODEL, "expert %u of layer %u is not in %s", ie, il, e->dir);
     int n = expert_requests(e, il, ie, room, req), i_bad = -1;
     for (int k = 0; k < n; k++) disk_submit(&e->io, &req[k], IO_DEMAND);
     for (int k = 0; k < n; k++) {
@@ -5862,6 +5915,88 @@ int k3_expert_read(k3_engine *e, uint32_t il, uint32_t ie, uint8_t *room, expert
         return fail_in(err, disk_fail(&e->io, &req[i_bad], err), "expert %u of layer %u", ie, il);
     expert_locate(e, il, ie, req, n, x);
     return expert_check(&e->sh, il, ie, x, &e->files, err);
+}
+
+bool k3_expert_has(const k3_engine *e, uint32_t il, uint32_t ie) {
+    return expert_is_here(model_expert(&e->files, &e->sh, il, ie));
+}
+
+void k3_expert_name(const k3_engine *e, uint32_t il, uint32_t ie, int k, char *out, size_t cap) {
+    char name[256];
+    const name_id id = {0, k, il, ie};
+    name_write(&id, name, sizeof name);
+    snprintf(out, cap, "%s", name + (e && e->files.is_flat ? strlen("language_model.") : 0));
+}
+
+bool k3_engine_has_sums(const k3_engine *e) { return e->sums.sum != NULL; }
+
+/* Is it there, in one piece, in slot order? */
+static bool expert_is_piece(const k3_shape *sh, const expert_place *at) {
+    bool is = expert_is_here(at);
+    for (int k = 1; k < N_EXPERT_TENSORS && is; k++)
+        is = at->shard[k] == at->shard[0] &&
+             at->offset[k] == at->offset[k - 1] + expert_tensor_bytes(sh, k - 1);
+    return is;
+}
+
+int k3_expert_use_sums(k3_engine *e, const slice_expert *x, uint32_t n, k3_error *err) {
+    const k3_shape *sh = &e->sh;
+    uint64_t n_all = (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts;
+    e->sums = (sums){.per_expert = 1, .n = n_all, .block_bytes = n_all * sizeof *e->sums.sum};
+    uint64_t *sum = e->sums.block = ledger_take(&e->mem, e->sums.block_bytes, "sums", err);
+    uint8_t *is_named = calloc(n_all, 1);
+    int rc = !sum ? e->mem.why : is_named ? 0 : fail(err, K3_ENOMEM, "out of memory for sums");
+    for (uint32_t i = 0; i < n && rc == 0; i++) {
+        uint64_t k = (uint64_t)(x[i].il - sh->n_dense) * sh->n_experts + x[i].ie;
+        if (!expert_is_piece(sh, &e->files.experts[k]))
+            rc = fail(err, K3_EMODEL,
+                      "%s: expert %u of layer %u is in no shard, or in pieces; copy it again",
+                      e->dir, x[i].ie, x[i].il);
+        sum[k] = x[i].sum;
+        is_named[k] = 1;
+    }
+    for (uint64_t k = 0; k < n_all && rc == 0; k++)
+        if (!is_named[k]) memset(&e->files.experts[k], 0xff, sizeof *e->files.experts);
+    free(is_named);
+    e->sums.sum = rc == 0 ? sum : NULL;
+    return rc;
+}
+
+char *k3_shard_head(const k3_engine *e, uint64_t latent, uint64_t inter, uint64_t fingerprint,
+                    const slice_expert *x, uint32_t n, size_t *n_head) {
+    size_t cap = 8192 + (size_t)n * N_EXPERT_TENSORS * 320, at = 8;
+    uint64_t lengths[N_EXPERT_TENSORS], offset = 0, len;
+    char name[256], *text = malloc(cap);
+    if (!text) return NULL;
+    expert_lengths(latent, inter, lengths);
+    at += (size_t)snprintf(text + at, cap - at,
+                           "{\"__metadata__\":{\"format\":\"pt\",\"k3_experts\":\"%016llx\"}",
+                           (unsigned long long)fingerprint);
+    for (uint64_t i = 0; i < (uint64_t)n * N_EXPERT_TENSORS; i++) {
+        int k = (int)(i % N_EXPERT_TENSORS);
+        bool is_w2 = k >= W2_PACKED;
+        k3_expert_name(e, x[i / N_EXPERT_TENSORS].il, x[i / N_EXPERT_TENSORS].ie, k, name,
+                       sizeof name);
+        at += (size_t)snprintf(
+            text + at, cap - at,
+            ",\"%s\":{\"dtype\":\"U8\",\"shape\":[%llu,%llu],\"data_offsets\":[%llu,%llu]}", name,
+            (unsigned long long)(is_w2 ? latent : inter),
+            (unsigned long long)((is_w2 ? inter : latent) / (k % 2 ? K3_GROUP : 2)),
+            (unsigned long long)offset, (unsigned long long)(offset + lengths[k]));
+        offset += lengths[k];
+    }
+    text[at++] = '}';
+    while (at % IO_ALIGN) text[at++] = ' ';
+    len = at - 8;
+    memcpy(text, &len, 8);
+    *n_head = at;
+    return text;
+}
+
+int k3_config_read(k3_shape *sh, const char *dir, k3_error *err) {
+    k3_options o;
+    k3_options_default(&o);
+    return shape_read(sh, dir, o.eps_lora, err);
 }
 
 #define PRINT_SAMPLES 4
@@ -5883,6 +6018,8 @@ int k3_expert_fingerprint(k3_engine *e, uint64_t *out, k3_error *err) {
         uint64_t n = expert_tensor_bytes(sh, k),
                  at = n > PRINT_BYTES ? seed % (n - PRINT_BYTES) : 0;
         const expert_place *p = model_expert(&e->files, sh, il, ie);
+        if (!expert_is_here(p))
+            return fail(err, K3_EMODEL, "expert %u of layer %u is not in %s", ie, il, e->dir);
         int rc = read_copy(&e->files.shards[p->shard[k]], 0, sample,
                            n < PRINT_BYTES ? n : PRINT_BYTES, p->offset[k] + at, err);
         if (rc < 0) return rc;

@@ -89,6 +89,8 @@ typedef struct {
     uint64_t context;      /* positions planned for; 0: 4096, or the model's maximum if less */
     uint32_t snapshots;    /* undo snapshots to leave room for, in the plan; 0: none       */
     bool headers_only;     /* check every header, load no weight: for info, plan, verify   */
+    bool experts_only;     /* of a slice: the experts that are there, and no trunk; no more than
+                              headers_only can be done with it                             */
 
     /* Reading weights that do not fit. None of these changes a bit. */
     const char *const *mirrors; /* NULL-ended directories with copies of some shards       */

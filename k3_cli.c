@@ -167,7 +167,9 @@ enum {
     PLAN = 32,
     CACHE = 64,
     CHAT = 128,
-    ANY = 255
+    SLICE = 256,
+    STAGE = 512,
+    ANY = 1023
 };
 
 typedef enum {
@@ -317,6 +319,19 @@ static const cli_option OPTION[] = {
      "(default: k3/history under XDG_STATE_HOME, ~/.local/state)"},
     {"--ids-only", NULL, KIND_FLAG, AT(ids_only), TOKENIZE | CHAT, G_OUTPUT, NULL, 0, 0,
      "one line, comma separated, as --ids takes them"},
+    {"--out", "DIR", KIND_TEXT, AT(out), SLICE, G_OUTPUT, NULL, 0, 0,
+     "the directory to write, made if absent; empty, or an unfinished slice of\n"
+     "the same experts, which is gone on with"},
+    {"--size", "SIZE", KIND_SIZE, AT(size), SLICE, G_OUTPUT, NULL, 1, 0,
+     "most bytes to write: 58G, 512M, 1.5GiB; whole experts, the hottest first,\n"
+     "as many as fit"},
+    {"--size", "SIZE", KIND_SIZE, AT(size), STAGE, G_OUTPUT, NULL, 1, 0,
+     "experts to bring, the hottest first, as many as fit in it (default: as\n"
+     "many as the box has room for)"},
+    {"--shard", "SIZE", KIND_SIZE, AT(shard_size), SLICE, G_OUTPUT, "4GB", 1, 0,
+     "most bytes of experts in one file; at least one expert"},
+    {"--to", "ADDR", KIND_TEXT, AT(to), STAGE, G_OUTPUT, NULL, 0, 0,
+     "the box: HOST:PORT, [V6]:PORT, tls:HOST:PORT or unix:PATH"},
     {"--dump-logits", "FILE", KIND_TEXT, AT(dump_logits), RUN, G_OUTPUT, NULL, 0, 0,
      "raw little-endian f32: a row of vocab_size for each prompt position,\n"
      "then one for each generated id but the last"},
@@ -353,7 +368,8 @@ static const cli_option OPTION[] = {
      "epsilon of the two low-rank norms of attention; other engines and the\n"
      "published logits use 1e-5"},
 
-    {"--mirror", "DIR", KIND_MIRROR, 0, RUN | CHAT | BENCH | VERIFY, G_DISK, NULL, 0, 0,
+    {"--mirror", "DIR", KIND_MIRROR, 0, RUN | CHAT | BENCH | VERIFY | SLICE | STAGE, G_DISK, NULL,
+     0, 0,
      "copies of some or all shards, on another drive, read as well; one that\n"
      "fails is dropped (repeatable)"},
     {"--io", "auto|pool|uring", KIND_CHOICE, AT(io), RUN | CHAT | BENCH | VERIFY, G_DISK, "auto", 0,
@@ -369,23 +385,28 @@ static const cli_option OPTION[] = {
     {"--pins", "FILE", KIND_TEXT, AT(pins), RUN | CHAT | BENCH | PLAN, G_DISK, NULL, 0, 0,
      "experts to read at the start and keep, `layer expert` a line, the most\n"
      "wanted first"},
-    {"--sums", "FILE", KIND_TEXT, AT(sums), RUN | CHAT | BENCH | VERIFY | PLAN, G_DISK, NULL, 0, 0,
+    {"--pins", "FILE", KIND_TEXT, AT(pins), SLICE | STAGE, G_DISK, NULL, 0, 0,
+     "which experts, `layer expert` a line, the hottest first: `k3 run --trace T`\n"
+     "and `k3 bench --replay T --write-pins FILE` make it (stage, default: all)"},
+    {"--sums", "FILE", KIND_TEXT, AT(sums), RUN | CHAT | BENCH | VERIFY | PLAN | SLICE | STAGE,
+     G_DISK, NULL, 0, 0,
      "checksums made by `k3 verify --write-sums` (default: k3.sums in the\n"
      "model directory, if it is there)"},
-    {"--no-check", NULL, KIND_FLAG, AT(no_check), RUN | CHAT | BENCH | VERIFY | PLAN, G_DISK, NULL,
-     0, 0, "do not compare what is read with checksums"},
+    {"--no-check", NULL, KIND_FLAG, AT(no_check),
+     RUN | CHAT | BENCH | VERIFY | PLAN | SLICE | STAGE, G_DISK, NULL, 0, 0,
+     "do not compare what is read with checksums"},
 
     {"--tier", "ADDR", KIND_TIER, 0, RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
      "a box that holds experts in memory: HOST:PORT, [V6]:PORT, tls:HOST:PORT\n"
      "or unix:PATH; asked for what would be read from disk here (repeatable)"},
-    {"--psk-file", "FILE", KIND_TEXT, AT(psk_file), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
+    {"--psk-file", "FILE", KIND_TEXT, AT(psk_file), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
      "the key that boxes ask for, and must themselves know"},
-    {"--tier-ca", "FILE", KIND_TEXT, AT(tier_ca), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
+    {"--tier-ca", "FILE", KIND_TEXT, AT(tier_ca), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
      "trust tls: boxes whose certificate this one signed, or is (default: the\n"
      "system's authorities)"},
-    {"--tier-cert", "FILE", KIND_TEXT, AT(tier_cert), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
-     "our certificate, for tls: boxes that want to know their clients"},
-    {"--tier-key", "FILE", KIND_TEXT, AT(tier_key), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
+    {"--tier-cert", "FILE", KIND_TEXT, AT(tier_cert), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0,
+     0, "our certificate, for tls: boxes that want to know their clients"},
+    {"--tier-key", "FILE", KIND_TEXT, AT(tier_key), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
      "its private key (default: in the same file)"},
     {"--spin-us", "N", KIND_COUNT, AT(spin_us), RUN | CHAT | BENCH, G_TIER, "50", 0, 1000000,
      "a wait for a box spins so many microseconds before it sleeps"},
@@ -681,7 +702,7 @@ static void on_signal(int number) {
     interrupted = 1;
 }
 
-static void signals_catch(void) {
+void signals_catch(void) {
     struct sigaction action;
     memset(&action, 0, sizeof action);
     action.sa_handler = on_signal;
@@ -803,7 +824,8 @@ static int console_progress(void *user, const k3_progress *p) {
     c->last_ns = now;
     if (p->phase == K3_PHASE_COMPUTE && c->hides_compute) return 0;
     bool is_answer = p->phase == K3_PHASE_COMPUTE && c->n_said;
-    snprintf(line, sizeof line, "%s:", is_answer ? "answer" : phase[p->phase]);
+    const char *verb = c->verb && p->phase == K3_PHASE_LOAD ? c->verb : phase[p->phase];
+    snprintf(line, sizeof line, "%s:", is_answer ? "answer" : verb);
     if (p->layer >= 0) line_add(line, sizeof line, ", layer %d", p->layer);
     if (p->phase == K3_PHASE_OPEN)
         line_add(line, sizeof line, ", %llu of %llu", (unsigned long long)p->done,
@@ -3156,6 +3178,22 @@ static const cli_command COMMAND[] = {
      "Only files that `run --cache` could have written are looked at.\n",
      "  k3 cache ls /data/k3-cache\n"
      "  k3 cache rm --cache-size 5G /data/k3-cache\n"},
+    {"slice", SLICE, NULL, cmd_slice, "write the hottest experts into a directory of their own",
+     "k3 slice --pins FILE --size SIZE --out DIR [options]",
+     "The slice has config.json, shards in the official format with those experts byte for byte,\n"
+     "an index, and k3.slice: which model they are of, and a checksum of each. `k3-tier --slice`\n"
+     "serves it on a machine that has nothing else of the model. Killed or interrupted it leaves\n"
+     "no k3.slice; the same command goes on behind the last whole shard.\n",
+     "  k3 run --model /data/Kimi-K3 --trace trace --prompt-file a.txt\n"
+     "  k3 bench --replay trace --write-pins pins\n"
+     "  k3 slice --model /data/Kimi-K3 --pins pins --size 58G --out /mnt/usb/hot\n"},
+    {"stage", STAGE, NULL, cmd_stage, "bring experts to a box that has no files",
+     "k3 stage --to ADDR [options]",
+     "Sends experts to a running k3-tier, which may have been started with nothing but --ram: the\n"
+     "first who stages says which model it is of. Each expert is checked there before it counts.\n"
+     "What the box has is not sent twice, so after a broken connection just start it again.\n",
+     "  k3 stage --model /data/Kimi-K3 --to 10.0.0.7:7383 --psk-file key\n"
+     "  k3 stage --model /data/Kimi-K3 --to unix:/run/k3.sock --pins pins --size 20G\n"},
 };
 
 static const cli_command *command_find(const char *name) {
@@ -3254,8 +3292,8 @@ static int dispatch(int argc, char **argv) {
     bool wants_help = false;
     const char *name = argc > 1 ? argv[1] : NULL;
     if (!name) {
-        fputs("usage: k3 run | chat | tokenize | bench | verify | plan | info | cache | help "
-              "[options]\n"
+        fputs("usage: k3 run | chat | tokenize | bench | verify | plan | info | cache | slice |\n"
+              "          stage | help [options]\n"
               "try:   k3 run \"The capital of France is\"     or: k3 help\n",
               stderr);
         return FAIL_USAGE;

@@ -94,6 +94,8 @@ typedef struct {
     const char *prompts;
     uint64_t repeats, expect;
     bool kernels_only, kernels_list, golden;
+    const char *out, *to; /* slice, stage                                     */
+    uint64_t size, shard_size;
     const char *load, *save, *cache;
     uint64_t cache_size;
     const char *system, *render, *history; /* chat                            */
@@ -120,6 +122,7 @@ typedef struct {
     bool has_said_wait;
     uint64_t n_said, n_want; /* ids of the answer: so far, 0 in the prompt; at most   */
     uint64_t said_ns;        /* when the answer began                                 */
+    const char *verb;        /* what loading is called, if not that                    */
     k3_phase phase;
     uint64_t done, start_ns, last_ns;
     uint64_t read_bytes; /* at the last line                                          */
@@ -127,6 +130,7 @@ typedef struct {
     uint32_t n_layers;   /* 0 until the model is open                                 */
 } console;
 
+void signals_catch(void);
 void console_init(console *c, const cli_args *a);
 void console_clear(console *c);
 void console_note(void *user, const char *line);
@@ -161,5 +165,7 @@ void json_put_count(json_object *o, const char *key, uint64_t n);
 /* ---- Commands in files of their own ----------------------------------------------------- */
 
 int cmd_chat(const cli_args *a);
+int cmd_slice(const cli_args *a);
+int cmd_stage(const cli_args *a);
 
 #endif

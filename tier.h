@@ -36,6 +36,9 @@
 #define TIER_MAX_EARLY 256u         /* the longest before the welcome                     */
 #define TIER_MAX_TEXT 256u          /* reasons                                            */
 #define TIER_MAX_WISHES 1024u
+#define TIER_MAX_PIECE (1u << 20) /* bytes of an expert in one frame, at most               */
+#define TIER_MAX_CONFIG (1u << 18)
+#define TIER_MAX_INTER 65536
 #define TIER_HELLO_MS 5000 /* who has not been welcomed by then is cut off       */
 #define TIER_MAX_KEY 1024u /* bytes of a key file                                */
 #define TIER_MIN_KEY 16u
@@ -148,13 +151,20 @@ void tier_stats_get(const tier *t, tier_stats *out);
  * the client sends requests, wishes, stats and goodbye; the server replies, stats, resident frames
  * at any time, goodbye. Any fault in a frame ends that connection and nothing else.
  *
+ * Who stages (role 2) brings experts to a box. After the welcome it says begin; a box that has no
+ * model yet takes geometry and fingerprint of the hello and of this for its own. The server answers
+ * with another welcome and a resident frame. Then, expert by expert: the client offers one, the
+ * server's verdict is that it wants it, the client sends its pieces in order and commits, the
+ * server's verdict is that it has it. With any other verdict the client goes on to the next expert.
+ * What is not committed when the connection ends is forgotten.
+ *
  * hello, 104 bytes                         client to server
  *      0  32  numerics id, padded with 0
  *     32   8  fingerprint of the model
  *     40   4  layers            44   4  of them dense, the first
  *     48   4  experts a layer   52   4  latent
  *     56   4  expert inter      60   4  top_k
- *     64   1  role: 0 asks for experts, 1 for stats only (the model does not matter)
+ *     64   1  role: 0 asks for experts, 1 for stats only (the model does not matter), 2 stages
  *     65   7  0
  *     72  32  nonce
  * challenge, 64 bytes                      server to client
@@ -164,7 +174,7 @@ void tier_stats_get(const tier *t, tier_stats *out);
  *      0  32  HMAC-SHA256 of "k3-tier client", the hello and the server's nonce
  * welcome, 16 bytes                        server to client
  *      0   4  experts it has room for       4   4  experts it holds
- *      8   4  rows of a request at most    12   4  0
+ *      8   4  rows of a request at most    12   4  experts it can read for itself
  * refuse, goodbye, 0..256 bytes            a reason, as text
  * resident, any number of                  server to client
  *      0   2  layer              2   2  0
@@ -188,7 +198,25 @@ void tier_stats_get(const tier *t, tier_stats *out);
  *      .   .  sums: i64[rows][latent], each at most 2^57 per served pair of its row in size
  * wish, at most 1024 of                    client to server, no answer
  *      0   2  layer              2   2  expert
- * stats                                    empty from the client; from the server u64[16], below
+ * begin, 16..16 + 2^18 bytes               client to server, of role 2 like the next three
+ *      0   4  SiTU beta, f32     4   4  SiTU linear beta, f32; both finite and above 0
+ *      8   8  bytes of one expert, all six tensors
+ *     16   .  config.json, or nothing: only a box that keeps what is staged wants it
+ * offer, 24 bytes
+ *      0   2  layer              2   2  expert
+ *      4   4  0                  8   8  its bytes
+ *     16   8  XXH3-64 of them: the six tensors in slot order (experts.h)
+ * piece, 9..8 + 2^20 bytes
+ *      0   8  where in the expert it begins: the end of the piece before
+ *      8   .  bytes
+ * commit, 16 bytes
+ *      0   2  layer              2   2  expert
+ *      4   4  0                  8   8  XXH3-64 of the whole expert, as offered
+ * verdict, 8 bytes                         server to client, answers offer and commit
+ *      0   2  layer              2   2  expert
+ *      4   1  0 has it, 1 wants it, 2 no room, 3 it is coming from elsewhere just now
+ *      5   3  0
+ * stats                                    empty from the client; from the server u64[TIER_N_STATS], below
  */
 enum tier_type {
     TIER_HELLO = 1,
@@ -202,8 +230,20 @@ enum tier_type {
     TIER_WISH,
     TIER_STATS,
     TIER_GOODBYE,
+    TIER_BEGIN,
+    TIER_OFFER,
+    TIER_PIECE,
+    TIER_COMMIT,
+    TIER_VERDICT,
     TIER_N_TYPES
 };
+
+enum tier_role { TIER_ASKS, TIER_LOOKS, TIER_STAGES, TIER_N_ROLES };
+/* How reasons to refuse begin that the other end acts on; all others are for people only. */
+#define TIER_WHY_MODEL "another model: "
+#define TIER_WHY_ROOM "too little memory: "
+#define TIER_WHY_SUM "damaged: "
+enum tier_verdict { TIER_HAS, TIER_WANTS, TIER_FULL, TIER_BUSY, TIER_N_VERDICTS };
 
 #define TIER_HEAD_BYTES 32u
 #define TIER_HELLO_BYTES 104u
@@ -212,6 +252,11 @@ enum tier_type {
 #define TIER_WELCOME_BYTES 16u
 #define TIER_NONCE_BYTES 32u
 #define TIER_FIXED_BYTES 16u /* of a request, of a reply */
+#define TIER_BEGIN_BYTES 16u /* and config.json */
+#define TIER_OFFER_BYTES 24u
+#define TIER_PIECE_BYTES 8u /* and what it brings */
+#define TIER_COMMIT_BYTES 16u
+#define TIER_VERDICT_BYTES 8u
 
 /* The places of a stats frame. */
 enum tier_stat {
@@ -231,6 +276,7 @@ enum tier_stat {
     TIER_STAT_WARMED,
     TIER_STAT_EVICTED,
     TIER_STAT_RSS_BYTES,
+    TIER_STAT_STAGED, /* experts that came over the wire */
     TIER_N_STATS
 };
 
@@ -350,10 +396,10 @@ static inline const char *tier_hello_parse(const uint8_t *p, size_t n, tier_hell
     h->role = p[64];
     for (int i = 65; i < 72; i++)
         if (p[i]) return "reserved bytes are not 0";
-    return h->role > 1 ? "a hello of no known role" : NULL;
+    return h->role >= TIER_N_ROLES ? "a hello of no known role" : NULL;
 }
 
-/* Why two ends cannot work together, or NULL. `text` is written for it. */
+/* Why two ends cannot work together, or NULL. `text` is written for it, and begins TIER_WHY_MODEL. */
 static inline const char *tier_model_differs(const tier_model *here, const tier_model *there,
                                              char *text, size_t cap) {
     const uint32_t a[6] = {here->n_layers, here->n_dense, here->n_experts,
@@ -363,16 +409,17 @@ static inline const char *tier_model_differs(const tier_model *here, const tier_
     static const char *const what[6] = {"layers", "dense layers", "experts a layer",
                                         "latent", "expert width", "experts a token"};
     if (strcmp(here->numerics, there->numerics) != 0) {
-        snprintf(text, cap, "numerics %s here, %s there", here->numerics, there->numerics);
+        snprintf(text, cap, TIER_WHY_MODEL "numerics %s here, %s there", here->numerics,
+                 there->numerics);
         return text;
     }
     for (int i = 0; i < 6; i++)
         if (a[i] != b[i]) {
-            snprintf(text, cap, "another model: %u %s here, %u there", a[i], what[i], b[i]);
+            snprintf(text, cap, TIER_WHY_MODEL "%u %s here, %u there", a[i], what[i], b[i]);
             return text;
         }
     if (here->fingerprint == there->fingerprint) return NULL;
-    snprintf(text, cap, "other weights: fingerprint %016llx here, %016llx there",
+    snprintf(text, cap, TIER_WHY_MODEL "fingerprint %016llx here, %016llx there",
              (unsigned long long)here->fingerprint, (unsigned long long)there->fingerprint);
     return text;
 }
@@ -416,6 +463,36 @@ static inline bool tier_model_is_fit(const tier_model *m) {
     return m->n_dense < m->n_layers && m->n_layers <= TIER_MAX_LAYERS && m->n_experts >= 1 &&
            m->n_experts <= TIER_MAX_EXPERTS && m->latent >= 1 && m->latent <= TIER_MAX_LATENT &&
            m->top_k >= 1 && m->top_k <= TIER_MAX_TOP_K;
+}
+
+/* ---- Staging ---- */
+
+/* The longest payload that a client of role 2 may send. */
+static inline size_t tier_stage_bytes(enum tier_type type) {
+    switch (type) {
+    case TIER_BEGIN: return TIER_BEGIN_BYTES + TIER_MAX_CONFIG;
+    case TIER_OFFER: return TIER_OFFER_BYTES;
+    case TIER_PIECE: return TIER_PIECE_BYTES + TIER_MAX_PIECE;
+    case TIER_COMMIT: return TIER_COMMIT_BYTES;
+    case TIER_GOODBYE: return TIER_MAX_TEXT;
+    default: return 0;
+    }
+}
+
+/* A geometry that a box without a model may take for its own. */
+static inline bool tier_model_is_stageable(const tier_model *m) {
+    return tier_model_is_fit(m) && m->latent % 32 == 0 && m->inter >= 32 && m->inter % 32 == 0 &&
+           m->inter <= TIER_MAX_INTER;
+}
+
+/* The expert that an offer, a commit or a verdict of n bytes, `want` of them due, is about; false
+ * when it is none of this model's. */
+static inline bool tier_expert_parse(const tier_model *m, const uint8_t *p, size_t n, size_t want,
+                                     uint32_t *il, uint32_t *ie) {
+    if (n != want) return false;
+    *il = tier_get16(p);
+    *ie = tier_get16(p + 2);
+    return *il >= m->n_dense && *il < m->n_layers && *ie < m->n_experts;
 }
 
 /* ---- Requests and replies: views of a payload that was checked ---- */

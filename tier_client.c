@@ -54,7 +54,7 @@ typedef struct {
 
     bool is_mine; /* the computing thread's own view of is_up */
     tier_link link;
-    uint32_t max_rows, n_held, capacity;
+    uint32_t max_rows, n_held, capacity, n_readable;
     uint8_t *held; /* [n_layers - n_dense][map bytes]      */
     uint32_t misses, troubles, dials;
     bool has_served; /* since the connection began           */
@@ -372,11 +372,11 @@ bool tier_ask(tier *t, uint32_t il, uint32_t ie, uint32_t n, const uint32_t *row
 
 void tier_wish(tier *t, uint32_t il, uint32_t ie) {
     uint64_t home = ((uint64_t)il * t->m.n_experts + ie) * 0x9e3779b97f4a7c15u >> 33;
+    uint32_t n_all = t->m.n_experts * (t->m.n_layers - t->m.n_dense);
     for (uint32_t i = 0; i < t->n_boxes; i++) {
         box *b = &t->boxes[(home + i) % t->n_boxes];
-        if (!b->is_mine) continue;
-        if (b->n_held < b->capacity ||
-            b->capacity < t->m.n_experts * (t->m.n_layers - t->m.n_dense))
+        if (!b->is_mine || b->n_readable < n_all) continue; /* it may not have it to read */
+        if (b->n_held < b->capacity || b->capacity < n_all)
             if (b->n_wishes < TIER_MAX_WISHES) {
                 b->wish[b->n_wishes][0] = (uint16_t)il;
                 b->wish[b->n_wishes++][1] = (uint16_t)ie;
@@ -566,6 +566,7 @@ static const char *hello(box *b, char *text, size_t cap) {
     const uint8_t *p = b->in + TIER_HEAD_BYTES;
     uint32_t rows = tier_get32(p + 8);
     b->capacity = tier_get32(p);
+    b->n_readable = tier_get32(p + 12);
     b->max_rows = rows < b->t->max_rows ? rows : b->t->max_rows;
     box_pop(b, &h);
     memset(b->held, 0, (m->n_layers - m->n_dense) * tier_map_bytes(m->n_experts));

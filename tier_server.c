@@ -12,6 +12,8 @@
  *   - the arithmetic is the engine's own (experts.h), and a sum holds an expert whole or not at
  *     all, so that the bits do not depend on who computed (docs/NUMERICS.md 5);
  *   - whoever connects is believed nothing: a fault in a frame ends that connection only;
+ *   - experts come from a model directory, a slice of one (slice.h), or over the wire from whoever
+ *     stages them; every one is checked before it is told to anyone;
  *   - nobody from another machine gets in without the key, or a certificate that we trust, unless
  *     --insecure says so.
  */
@@ -19,6 +21,7 @@
 
 #include "tier_dial.h"
 #include "tier_tls.h"
+#include "slice.h"
 
 #include <poll.h>
 #include <pthread.h>
@@ -66,6 +69,8 @@ static int fail_status(int status, const k3_error *err) {
                 err->text[0] ? err->text : k3_status_name(status));
 }
 
+#include "tier_keep.h"
+
 static uint64_t clock_ns(void) {
     struct timespec ts;
     clock_gettime(CLOCK_MONOTONIC, &ts);
@@ -80,7 +85,7 @@ static uint64_t clock_ns(void) {
  */
 typedef struct {
     uint32_t il, ie, pins;
-    bool is_kept; /* named by --pins */
+    bool is_kept; /* named by --pins, or staged and not to be had again */
     expert_view view;
 } slot;
 
@@ -101,6 +106,8 @@ typedef struct {
     uint64_t fill_at, fill_n; /* experts nobody asked for: the next, and how many were looked at */
     uint32_t *pins;           /* experts by index, the most wanted first    */
     uint32_t n_pins, i_pin;
+    uint32_t *order, n_order; /* those of a slice without a model, the same */
+    uint32_t n_readable;      /* experts that can be read here              */
     uint64_t n_warmed, n_evicted;
     bool is_stopping, is_filling;
 } store;
@@ -110,7 +117,17 @@ typedef struct {
 
 /* ---- One connection (section 5) ---- */
 
-enum conn_state { C_FREE, C_HELLO, C_PROOF, C_UP, C_STATUS, C_HTTP, C_CLOSING };
+enum conn_state { C_FREE, C_HELLO, C_PROOF, C_UP, C_STATUS, C_STAGE, C_HTTP, C_CLOSING };
+
+/* An expert on its way in over the wire. */
+typedef struct {
+    bool has_begun; /* begin was said                                        */
+    bool is_taking; /* an expert is wanted and not committed: slot and place */
+    size_t expert;
+    int32_t i_slot;
+    uint64_t got, sum;
+    XXH3_state_t *hash;
+} incoming;
 
 typedef struct {
     enum conn_state state;
@@ -125,10 +142,12 @@ typedef struct {
     uint8_t hello[TIER_HELLO_BYTES], nonce[TIER_NONCE_BYTES];
     uint64_t told_changes;
     uint32_t *told; /* [n_moe] versions                          */
+    incoming stage;
 } conn;
 
 #define MAX_LISTEN 8
 #define MAX_CLIENTS 64
+#define MAX_STAGERS 4
 #define MAX_STATUS 8 /* connections beyond the clients: status, metrics, those not yet welcome */
 #define MAX_CONNS (MAX_CLIENTS + MAX_STATUS)
 
@@ -140,7 +159,8 @@ typedef struct {
 } item;
 
 typedef struct {
-    const char *model_dir, *kernels, *key_file, *metrics, *pins, *sums, *dump;
+    const char *model_dir, *slice_dir, *keep_dir, *kernels, *key_file, *metrics, *pins, *sums,
+        *dump;
     const char *listen[MAX_LISTEN + 1];
     uint32_t n_listen, threads, spin_us, clients;
     uint64_t ram;
@@ -150,9 +170,12 @@ typedef struct {
 
 typedef struct {
     options o;
-    k3_engine *e;
-    const k3_shape *sh;
+    k3_engine *e, *part; /* the model, the slice; NULL: none                      */
+    slice list;          /* of the slice                                          */
+    keeper keep;         /* of what is staged                                     */
+    bool has_model;      /* m is known: from files, or from the first who staged  */
     tier_model m;
+    uint64_t expert_bytes;
     tier_key key;
     tier_tls *tls; /* NULL: none is spoken */
     expert_math math;
@@ -171,7 +194,7 @@ typedef struct {
         bool is_http, is_tls;
         char path[sizeof(((tier_addr *)0)->path)]; /* to unlink */
     } listen[MAX_LISTEN + 1];
-    uint32_t n_listen, n_clients, next_number;
+    uint32_t n_listen, n_clients, n_stagers, next_number;
     int wake_fd;
     FILE *dump;
     uint64_t start_ns, busy_ns; /* busy: last time that something came */
@@ -274,7 +297,11 @@ static int64_t warm_pin(store *st) {
 
 static int64_t warm_fill(const server *s, store *st) {
     uint64_t n = (uint64_t)s->n_moe * s->m.n_experts;
-    while (st->is_filling && st->fill_n < n) {
+    while (st->is_filling && st->fill_n < st->n_order) {
+        uint32_t i = st->order[st->fill_n++];
+        if (st->slot_of[i] == NONE && !st->is_coming[i] && st->heat[i] >= 0) return i;
+    }
+    while (st->is_filling && st->fill_n < n && st->n_order == 0) {
         uint64_t k = (st->fill_at + st->fill_n++) % n; /* all layers get their share */
         uint64_t i = k % s->n_moe * s->m.n_experts + k / s->n_moe;
         if (st->slot_of[i] == NONE && !st->is_coming[i] && st->heat[i] >= 0) return (int64_t)i;
@@ -338,6 +365,18 @@ static void warm_done(server *s, size_t i, int32_t i_slot, int rc, const expert_
     store_tell(s, to->il, to->ie, true);
 }
 
+/* Read an expert, from the slice if it has it, else or then from the model. */
+static int warm_read(server *s, uint32_t il, uint32_t ie, uint8_t *room, expert_view *x) {
+    k3_error err = {{0}};
+    int rc = K3_EMODEL;
+    bool is_sliced = s->part && k3_expert_has(s->part, il, ie);
+    if (is_sliced) rc = k3_expert_read(s->part, il, ie, room, x, &err);
+    if (is_sliced && rc < 0 && s->e) say("%s; it is read from the model", err.text);
+    if (rc < 0 && s->e) rc = k3_expert_read(s->e, il, ie, room, x, &err);
+    if (rc < 0) say("%s; it is left out", err.text);
+    return rc;
+}
+
 /* One thread that reads experts. */
 static void *warm_main(void *arg) {
     server *s = arg;
@@ -352,12 +391,10 @@ static void *warm_main(void *arg) {
         }
         pthread_mutex_unlock(&st->lock);
         expert_view x;
-        k3_error err = {{0}};
         uint64_t one = 1;
-        int rc = k3_expert_read(s->e, s->m.n_dense + (uint32_t)(i / s->m.n_experts),
-                                (uint32_t)(i % s->m.n_experts),
-                                st->bytes + (uint64_t)i_slot * st->slot_bytes, &x, &err);
-        if (rc < 0) say("%s; it is left out", err.text);
+        int rc = warm_read(s, s->m.n_dense + (uint32_t)(i / s->m.n_experts),
+                           (uint32_t)(i % s->m.n_experts),
+                           st->bytes + (uint64_t)i_slot * st->slot_bytes, &x);
         pthread_mutex_lock(&st->lock);
         warm_done(s, i, i_slot, rc, &x);
         if (write(s->wake_fd, &one, sizeof one) < 0) continue; /* it is awake */
@@ -486,8 +523,27 @@ static size_t compute_request(server *s, const tier_request *r, const float *z, 
  * is not all sent nothing more is read, so that a client that does not read holds up nobody else.
  */
 
-static void conn_close(server *s, conn *c, const char *why) {
+/* The expert on its way in, if there is one, does not arrive. */
+static void stage_drop(server *s, conn *c) {
+    store *st = &s->st;
+    if (!c->stage.is_taking) return;
+    c->stage.is_taking = false;
+    pthread_mutex_lock(&st->lock);
+    st->is_coming[c->stage.expert] = 0;
+    st->free[st->n_free++] = (uint32_t)c->stage.i_slot;
+    pthread_cond_signal(&st->work);
+    pthread_mutex_unlock(&st->lock);
+}
+
+/* No longer a client, no longer one who stages. */
+static void conn_leave(server *s, conn *c) {
     if (c->state == C_UP) s->n_clients--;
+    if (c->state == C_STAGE) s->n_stagers--;
+    stage_drop(s, c);
+}
+
+static void conn_close(server *s, conn *c, const char *why) {
+    conn_leave(s, c);
     if (why && *why) {
         s->stats[TIER_STAT_BAD]++;
         say("client %u: %s", c->number, why);
@@ -497,6 +553,7 @@ static void conn_close(server *s, conn *c, const char *why) {
     free(c->in);
     free(c->out);
     free(c->told);
+    XXH3_freeState(c->stage.hash);
     memset(c, 0, sizeof *c);
     c->fd = -1;
 }
@@ -526,9 +583,9 @@ static bool conn_room(conn *c, size_t in, size_t out) {
     return true;
 }
 
-static const char *const FRAME_NAME[TIER_N_TYPES] = {"?",       "hello",  "challenge", "proof",
-                                                     "welcome", "refuse", "resident",  "request",
-                                                     "reply",   "wish",   "stats",     "goodbye"};
+static const char *const FRAME_NAME[TIER_N_TYPES] = {
+    "?",    "hello", "challenge", "proof", "welcome", "refuse", "resident", "request", "reply",
+    "wish", "stats", "goodbye",   "begin", "offer",   "piece",  "commit",   "verdict"};
 
 /* One frame for the dump: a line of what it says, then its bytes, the first 256 of them. */
 static void dump_frame(server *s, const conn *c, bool is_in, const uint8_t *frame) {
@@ -593,7 +650,7 @@ static bool conn_refuse(server *s, conn *c, enum tier_type type, const char *why
     }
     memcpy(conn_payload(c), why, n);
     conn_add(s, c, type, 0, n);
-    if (c->state == C_UP) s->n_clients--;
+    conn_leave(s, c);
     c->state = C_CLOSING;
     s->stats[TIER_STAT_BAD] += type == TIER_REFUSE;
     return conn_flush(s, c);
@@ -619,11 +676,28 @@ static bool conn_tell(server *s, conn *c) {
     return conn_flush(s, c);
 }
 
+static void conn_add_welcome(server *s, conn *c) {
+    uint8_t *p = conn_payload(c);
+    tier_put32(p, s->st.n_slots);
+    pthread_mutex_lock(&s->st.lock);
+    tier_put32(p + 4, s->st.n_held);
+    pthread_mutex_unlock(&s->st.lock);
+    tier_put32(p + 8, TIER_MAX_ROWS);
+    tier_put32(p + 12, s->st.n_readable);
+    conn_add(s, c, TIER_WELCOME, 0, TIER_WELCOME_BYTES);
+}
+
+static bool stage_welcome(server *s, conn *c, const tier_model *m);
+
 /* Known and fit: the client learns what is here. */
 static bool conn_welcome(server *s, conn *c) {
-    tier_hello h;
+    tier_hello h = {.role = TIER_LOOKS};
     char why[TIER_MAX_TEXT];
-    bool is_client = tier_hello_parse(c->hello, TIER_HELLO_BYTES, &h) == NULL && h.role == 0;
+    if (tier_hello_parse(c->hello, TIER_HELLO_BYTES, &h) == NULL && h.role == TIER_STAGES)
+        return stage_welcome(s, c, &h.model);
+    bool is_client = h.role == TIER_ASKS;
+    if (is_client && !s->has_model)
+        return conn_refuse(s, c, TIER_REFUSE, "no experts yet: `k3 stage` brings some");
     if (is_client && tier_model_differs(&s->m, &h.model, why, sizeof why))
         return conn_refuse(s, c, TIER_REFUSE, why);
     if (is_client && s->n_clients == s->o.clients)
@@ -635,14 +709,7 @@ static bool conn_welcome(server *s, conn *c) {
     if (is_client && (!(c->told = malloc(s->n_moe * sizeof *c->told)) ||
                       !conn_room(c, in, (reply > first ? reply : first) + 1024)))
         return conn_refuse(s, c, TIER_REFUSE, "no memory for another client");
-    uint8_t *p = conn_payload(c);
-    tier_put32(p, s->st.n_slots);
-    pthread_mutex_lock(&s->st.lock);
-    tier_put32(p + 4, s->st.n_held);
-    pthread_mutex_unlock(&s->st.lock);
-    tier_put32(p + 8, TIER_MAX_ROWS);
-    tier_put32(p + 12, 0);
-    conn_add(s, c, TIER_WELCOME, 0, TIER_WELCOME_BYTES);
+    conn_add_welcome(s, c);
     c->state = is_client ? C_UP : C_STATUS;
     if (!is_client) return conn_flush(s, c);
     s->n_clients++;
@@ -730,6 +797,274 @@ static bool conn_wish(server *s, conn *c, const uint8_t *p, size_t n) {
     return is_good;
 }
 
+/* ---- Staging ----
+ *
+ * Experts that come over the wire, one from each connection at a time, piece by piece straight into
+ * a slot of their own. The sum is taken as pieces come, so that no frame takes longer than one
+ * request. What is whole and right becomes resident; anything else ends that connection, and its
+ * slot is free again. An expert that could not be read again here is kept for good.
+ */
+
+/* Staged experts count as wanted so often: they make room where hardly anybody wants what is
+ * there. */
+#define STAGE_HEAT 16.0f
+
+static int memory_open(server *s);
+static void memory_close(server *s);
+
+/* Known; what it wants to bring is another matter. */
+static bool stage_welcome(server *s, conn *c, const tier_model *m) {
+    char why[TIER_MAX_TEXT];
+    if (s->has_model && tier_model_differs(&s->m, m, why, sizeof why))
+        return conn_refuse(s, c, TIER_REFUSE, why);
+    if (!s->has_model && strcmp(m->numerics, K3_NUMERICS_ID) != 0)
+        return conn_refuse(s, c, TIER_REFUSE, TIER_WHY_MODEL "numerics " K3_NUMERICS_ID " here");
+    if (!s->has_model && !tier_model_is_stageable(m))
+        return conn_refuse(s, c, TIER_REFUSE, TIER_WHY_MODEL "a geometry that none has");
+    if (s->n_stagers == MAX_STAGERS)
+        return conn_refuse(s, c, TIER_REFUSE, "four are staging already; come back later");
+    size_t out = 4096 + tier_resident_bytes(m, m->n_layers - m->n_dense);
+    if (!conn_room(c, TIER_HEAD_BYTES + tier_stage_bytes(TIER_PIECE), out) ||
+        !(c->told = malloc((m->n_layers - m->n_dense) * sizeof *c->told)) ||
+        !(c->stage.hash = XXH3_createState()))
+        return conn_refuse(s, c, TIER_REFUSE, "no memory for who stages");
+    conn_add_welcome(s, c);
+    c->state = C_STAGE;
+    s->n_stagers++;
+    return conn_flush(s, c);
+}
+
+static float as_float(const uint8_t *p) {
+    float f;
+    memcpy(&f, p, sizeof f);
+    return f;
+}
+
+/* Keep config.json, if it describes what is brought. NULL, or why not. */
+static const char *stage_config(server *s, const uint8_t *config, size_t n) {
+    char path[4352];
+    k3_shape sh;
+    k3_error err = {{0}};
+    if (n == 0) return "it keeps what is staged, and no config.json came along";
+    snprintf(path, sizeof path, "%s/config.json", s->o.keep_dir);
+    if (!slice_file_write(s->o.keep_dir, "config.json", (const char *)config, n)) {
+        say("--keep %s: %s", path, strerror(errno));
+        return "it cannot write to its --keep directory";
+    }
+    const tier_model *m = &s->m;
+    if (k3_config_read(&sh, s->o.keep_dir, &err) == 0 && sh.n_layers == m->n_layers &&
+        sh.n_dense == m->n_dense && sh.n_experts == m->n_experts && sh.latent == m->latent &&
+        sh.expert_inter == m->inter && sh.top_k == m->top_k && sh.situ_beta == s->math.beta &&
+        sh.situ_linear_beta == s->math.linear_beta)
+        return NULL;
+    unlink(path);
+    return TIER_WHY_MODEL "its config.json describes another than it brings";
+}
+
+/* From now on what is staged is kept. */
+static void stage_keep(server *s, const slice *man) {
+    if (!keep_start(&s->keep, s->o.keep_dir, man, s->expert_bytes))
+        say("--keep %s: no memory or no thread for it; nothing is kept", s->o.keep_dir);
+}
+
+/* Of a model that was just taken: kept from its first expert on. */
+static void stage_keep_first(server *s, const uint8_t *config, size_t n) {
+    slice man = {.fingerprint = s->m.fingerprint,
+                 .config_sum = XXH3_64bits(config, n),
+                 .n_layers = s->m.n_layers,
+                 .n_dense = s->m.n_dense,
+                 .n_experts = s->m.n_experts,
+                 .latent = s->m.latent,
+                 .inter = s->m.inter,
+                 .top_k = s->m.top_k,
+                 .beta_bits = k3_f32_bits(s->math.beta),
+                 .linear_beta_bits = k3_f32_bits(s->math.linear_beta)};
+    snprintf(man.numerics, sizeof man.numerics, "%s", K3_NUMERICS_ID);
+    stage_keep(s, &man);
+}
+
+/* A box without a model takes this one. NULL, or why not. */
+static const char *stage_adopt(server *s, const tier_model *m, const uint8_t *p, size_t n_p) {
+    uint64_t n[N_EXPERT_TENSORS];
+    const char *why = NULL;
+    s->m = *m;
+    s->m.numerics = K3_NUMERICS_ID;
+    s->n_moe = m->n_layers - m->n_dense;
+    s->expert_bytes = expert_lengths(m->latent, m->inter, n);
+    s->math.latent = m->latent;
+    s->math.inter = m->inter;
+    s->math.beta = as_float(p);
+    s->math.linear_beta = as_float(p + 4);
+    if (s->o.keep_dir) why = stage_config(s, p + TIER_BEGIN_BYTES, n_p - TIER_BEGIN_BYTES);
+    s->has_model = !why && memory_open(s) == DONE;
+    if (s->has_model && s->o.keep_dir)
+        stage_keep_first(s, p + TIER_BEGIN_BYTES, n_p - TIER_BEGIN_BYTES);
+    if (s->has_model) {
+        say("takes %llu experts of the model with fingerprint %016llx; room for %u",
+            (unsigned long long)s->n_moe * m->n_experts, (unsigned long long)m->fingerprint,
+            s->st.n_slots);
+        return NULL;
+    }
+    memory_close(s);
+    s->n_moe = 0;
+    if (why) return why;
+    return TIER_WHY_ROOM "this box holds not one expert: give its k3-tier more --ram";
+}
+
+static bool stage_begin(server *s, conn *c, const uint8_t *p, size_t n) {
+    tier_hello h;
+    uint64_t lengths[N_EXPERT_TENSORS];
+    char text[TIER_MAX_TEXT];
+    const char *why = NULL;
+    tier_hello_parse(c->hello, TIER_HELLO_BYTES, &h);
+    if (n < TIER_BEGIN_BYTES || c->stage.has_begun || !tier_is_finite(p, 2) || !(as_float(p) > 0) ||
+        !(as_float(p + 4) > 0) ||
+        tier_get64(p + 8) != expert_lengths(h.model.latent, h.model.inter, lengths)) {
+        conn_close(s, c, "a begin that makes no sense");
+        return false;
+    }
+    if (!s->has_model) why = stage_adopt(s, &h.model, p, n);
+    if (!why) why = tier_model_differs(&s->m, &h.model, text, sizeof text);
+    if (!why && (as_float(p) != s->math.beta || as_float(p + 4) != s->math.linear_beta))
+        why = TIER_WHY_MODEL "its SiTU betas differ";
+    if (why) return conn_refuse(s, c, TIER_REFUSE, why);
+    c->stage.has_begun = true;
+    conn_add_welcome(s, c);
+    memset(c->told, 0xff, s->n_moe * sizeof *c->told);
+    return conn_tell(s, c);
+}
+
+static bool stage_answer(server *s, conn *c, uint64_t id, size_t i, enum tier_verdict v) {
+    uint8_t *p = conn_payload(c);
+    memset(p, 0, TIER_VERDICT_BYTES);
+    tier_put16(p, s->m.n_dense + (uint32_t)(i / s->m.n_experts));
+    tier_put16(p + 2, (uint32_t)(i % s->m.n_experts));
+    p[4] = (uint8_t)v;
+    conn_add(s, c, TIER_VERDICT, id, TIER_VERDICT_BYTES);
+    return conn_flush(s, c);
+}
+
+/* Room for expert i, or why there is none. */
+static enum tier_verdict stage_room(server *s, size_t i, int32_t *i_slot) {
+    store *st = &s->st;
+    enum tier_verdict v = TIER_WANTS;
+    pthread_mutex_lock(&st->lock);
+    if (st->slot_of[i] != NONE)
+        v = TIER_HAS;
+    else if (st->is_coming[i])
+        v = TIER_BUSY;
+    else if ((*i_slot = st->n_free > 0 ? (int32_t)st->free[--st->n_free]
+                                       : warm_evict(s, STAGE_HEAT)) == NONE)
+        v = TIER_FULL;
+    else
+        st->is_coming[i] = 1;
+    pthread_mutex_unlock(&st->lock);
+    return v;
+}
+
+static bool stage_offer(server *s, conn *c, uint64_t id, const uint8_t *p, size_t n) {
+    uint32_t il, ie;
+    bool is_good = c->stage.has_begun && !c->stage.is_taking &&
+                   tier_expert_parse(&s->m, p, n, TIER_OFFER_BYTES, &il, &ie);
+    if (!is_good || tier_get32(p + 4) || tier_get64(p + 8) != s->expert_bytes) {
+        conn_close(s, c, "an offer of no expert");
+        return false;
+    }
+    size_t i = index_of(s, il, ie);
+    enum tier_verdict v = stage_room(s, i, &c->stage.i_slot);
+    if (v == TIER_WANTS) {
+        c->stage.is_taking = true;
+        c->stage.expert = i;
+        c->stage.got = 0;
+        c->stage.sum = tier_get64(p + 16);
+        XXH3_64bits_reset(c->stage.hash);
+    }
+    return stage_answer(s, c, id, i, v);
+}
+
+static bool stage_piece(server *s, conn *c, const uint8_t *p, size_t n) {
+    incoming *g = &c->stage;
+    if (!g->is_taking || n <= TIER_PIECE_BYTES || tier_get64(p) != g->got ||
+        n - TIER_PIECE_BYTES > s->expert_bytes - g->got) {
+        conn_close(s, c, "a piece of no expert");
+        return false;
+    }
+    n -= TIER_PIECE_BYTES;
+    memcpy(s->st.bytes + (uint64_t)g->i_slot * s->st.slot_bytes + g->got, p + TIER_PIECE_BYTES, n);
+    XXH3_64bits_update(g->hash, p + TIER_PIECE_BYTES, n);
+    g->got += n;
+    return true;
+}
+
+/* Scale codes are checked where bytes enter (NUMERICS 2). */
+static bool stage_check(const server *s, const expert_view *x) {
+    uint64_t n[N_EXPERT_TENSORS];
+    uint8_t top = 0;
+    expert_lengths(s->m.latent, s->m.inter, n);
+    for (int k = W1_SCALE; k < N_EXPERT_TENSORS; k += 2)
+        for (uint64_t i = 0; i < n[k]; i++) top = x->p[k][i] > top ? x->p[k][i] : top;
+    return top <= K3_SCALE_MAX;
+}
+
+/* Whole and right: expert i is here. */
+static void stage_done(server *s, size_t i, int32_t i_slot, const expert_view *x, uint64_t sum) {
+    store *st = &s->st;
+    slot *to = &st->slots[i_slot];
+    pthread_mutex_lock(&st->lock);
+    st->is_coming[i] = 0;
+    to->il = s->m.n_dense + (uint32_t)(i / s->m.n_experts);
+    to->ie = (uint32_t)(i % s->m.n_experts);
+    to->pins = 0;
+    to->is_kept = st->heat[i] < 0;
+    to->view = *x;
+    if (!to->is_kept && st->heat[i] < STAGE_HEAT) st->heat[i] = STAGE_HEAT;
+    st->slot_of[i] = i_slot;
+    st->n_held++;
+    s->stats[TIER_STAT_STAGED]++;
+    store_tell(s, to->il, to->ie, true);
+    const slice_expert kept = {to->il, to->ie, sum};
+    bool is_kept = to->is_kept;
+    pthread_mutex_unlock(&st->lock);
+    if (is_kept) keep_add(&s->keep, &kept, x->p[0]); /* its slot stays its own */
+}
+
+static bool stage_commit(server *s, conn *c, uint64_t id, const uint8_t *p, size_t n) {
+    incoming *g = &c->stage;
+    uint32_t il, ie;
+    uint64_t lengths[N_EXPERT_TENSORS];
+    expert_view x;
+    char why[TIER_MAX_TEXT];
+    if (!tier_expert_parse(&s->m, p, n, TIER_COMMIT_BYTES, &il, &ie) || tier_get32(p + 4) ||
+        !g->is_taking || index_of(s, il, ie) != g->expert || g->got != s->expert_bytes) {
+        conn_close(s, c, "a commit of what is not there");
+        return false;
+    }
+    x.p[0] = s->st.bytes + (uint64_t)g->i_slot * s->st.slot_bytes;
+    expert_lengths(s->m.latent, s->m.inter, lengths);
+    for (int k = 1; k < N_EXPERT_TENSORS; k++) x.p[k] = x.p[k - 1] + lengths[k - 1];
+    bool is_right = XXH3_64bits_digest(g->hash) == g->sum && tier_get64(p + 8) == g->sum;
+    if (!is_right || !stage_check(s, &x)) {
+        snprintf(why, sizeof why, TIER_WHY_SUM "expert %u of layer %u %s", ie, il,
+                 is_right ? "has a scale code above 252: the model it is from is damaged"
+                          : "does not match its sum");
+        say("client %u: %s", c->number, why);
+        return conn_refuse(s, c, TIER_REFUSE, why);
+    }
+    g->is_taking = false;
+    stage_done(s, g->expert, g->i_slot, &x, g->sum);
+    return stage_answer(s, c, id, g->expert, TIER_HAS);
+}
+
+static bool stage_act(server *s, conn *c, const tier_head *h, const uint8_t *p) {
+    switch (h->type) {
+    case TIER_BEGIN: return stage_begin(s, c, p, h->n);
+    case TIER_OFFER: return stage_offer(s, c, h->id, p, h->n);
+    case TIER_PIECE: return stage_piece(s, c, p, h->n);
+    case TIER_COMMIT: return stage_commit(s, c, h->id, p, h->n);
+    default: conn_close(s, c, h->type == TIER_GOODBYE ? NULL : "a frame out of turn"); return false;
+    }
+}
+
 /* Act on the frame at the front of `in`; false when the connection was closed. */
 static bool conn_act(server *s, conn *c) {
     tier_head h;
@@ -748,6 +1083,8 @@ static bool conn_act(server *s, conn *c) {
         is_open = conn_proof(s, c, p, h.n);
     } else if (c->state == C_UP && h.type == TIER_REQUEST) {
         is_open = conn_request(s, c, &h, p);
+    } else if (c->state == C_STAGE) {
+        is_open = stage_act(s, c, &h, p);
     } else if (c->state == C_UP && h.type == TIER_WISH) {
         is_open = conn_wish(s, c, p, h.n);
     } else if ((c->state == C_UP || c->state == C_STATUS) && h.type == TIER_STATS) {
@@ -770,8 +1107,9 @@ static bool conn_look(server *s, conn *c) {
     c->has_frame = false;
     if (c->n_in < TIER_HEAD_BYTES) return true;
     const char *why = tier_head_parse(c->in, &h);
-    size_t most =
-        c->state == C_UP ? tier_most_bytes(&s->m, h.type, true, TIER_MAX_ROWS) : TIER_MAX_EARLY;
+    size_t most = c->state == C_UP      ? tier_most_bytes(&s->m, h.type, true, TIER_MAX_ROWS)
+                  : c->state == C_STAGE ? tier_stage_bytes(h.type)
+                                        : TIER_MAX_EARLY;
     if (!why && h.n > most) why = "a frame beyond the limit";
     if (why) {
         conn_close(s, c, why);
@@ -799,13 +1137,14 @@ static bool conn_fill(server *s, conn *c) {
         if (n == 0) return true;
         if (n < 0) {
             const char *why = c->tls ? tier_tls_why(c->tls) : NULL;
-            bool is_cut = c->state == C_UP && c->n_in > 0;
+            bool is_cut = (c->state == C_UP || c->state == C_STAGE) && c->n_in > 0;
             conn_close(s, c, !why && is_cut ? "left in the middle of a frame" : why);
             return false;
         }
         c->n_in += (size_t)n;
         s->stats[TIER_STAT_IN_BYTES] += (uint64_t)n;
         s->busy_ns = clock_ns();
+        if (c->state == C_STAGE) c->since_ns = s->busy_ns;
         if (!conn_look(s, c)) return false;
     } while (c->tls && !c->has_frame);
     return true;
@@ -925,6 +1264,7 @@ static const struct {
     {"experts_warmed_total", "counter", "experts read from disk"},
     {"experts_evicted_total", "counter", "experts that made room"},
     {"resident_memory_bytes", "gauge", "memory of the process"},
+    {"experts_staged_total", "counter", "experts that came over the wire"},
 };
 
 /* Any request for a page gets the metrics, once, and the connection ends. */
@@ -967,6 +1307,8 @@ static void conn_check_time(server *s, conn *c, uint64_t now) {
     bool is_early = c->state == C_HELLO || c->state == C_PROOF || c->state == C_HTTP;
     if (is_early && now - c->since_ns > TIER_HELLO_MS * 1000000ull)
         conn_close(s, c, "no hello in time");
+    else if (c->stage.is_taking && now - c->since_ns > 30 * 1000000000ull)
+        conn_close(s, c, "stopped in the middle of an expert");
     else if (c->n_out > 0 && now - c->sent_ns > 30 * 1000000000ull)
         conn_close(s, c, "does not read");
     else if (c->state == C_CLOSING && now - c->sent_ns > 2 * 1000000000ull)
@@ -1145,6 +1487,8 @@ static int status(const char *text, const tier_key *key, tier_trust *trust) {
 
 static const char HELP[] =
     "usage: k3-tier --model DIR --ram SIZE [options]     hold experts, answer for them\n"
+    "       k3-tier --slice DIR --ram SIZE [options]     the same without the whole model\n"
+    "       k3-tier --ram SIZE [options]                 wait for `k3 stage` to bring them\n"
     "       k3-tier status ADDR [--psk-file FILE] [--tls-ca FILE] [--tls-cert FILE]\n"
     "                                                    figures of a running one\n"
     "\n"
@@ -1152,6 +1496,9 @@ static const char HELP[] =
     "weighted sums. What is not in memory is \"missing\" at once and read in the background.\n"
     "\n"
     "  --model DIR       a model directory as downloaded\n"
+    "  --slice DIR       what `k3 slice` wrote: some experts, every read checked; with --model it\n"
+    "                    is read first, the rest from there\n"
+    "  --keep DIR        write what is staged to DIR as well; started again, serve that\n"
     "  --ram SIZE        bound for the whole process: 64G, 512M, 1.5GiB, or bytes\n"
     "  --listen ADDR     HOST:PORT, [V6]:PORT, :PORT, tls:HOST:PORT or unix:PATH (repeatable;\n"
     "                    default 127.0.0.1:" TIER_PORT
@@ -1218,6 +1565,8 @@ typedef struct {
 #define AT(field) offsetof(options, field)
 static const option OPTION[] = {
     {"--model", O_TEXT, AT(model_dir), 0, 0},
+    {"--slice", O_TEXT, AT(slice_dir), 0, 0},
+    {"--keep", O_TEXT, AT(keep_dir), 0, 0},
     {"--ram", O_SIZE, AT(ram), 0, 0},
     {"--listen", O_LISTEN, 0, 0, 0},
     {"--psk-file", O_TEXT, AT(key_file), 0, 0},
@@ -1320,12 +1669,26 @@ static void *take(size_t n, size_t size) {
     return p == MAP_FAILED ? NULL : p;
 }
 
+/* Which experts can be read here; the others are never asked of a disk. */
+static void memory_readable(server *s) {
+    store *st = &s->st;
+    for (uint32_t il = s->m.n_dense; il < s->m.n_layers; il++)
+        for (uint32_t ie = 0; ie < s->m.n_experts; ie++) {
+            bool is = s->e || (s->part && k3_expert_has(s->part, il, ie));
+            st->heat[index_of(s, il, ie)] = is ? 0.0f : -1.0f;
+            st->n_readable += is;
+        }
+}
+
 /* Divide --ram: tables, clients, scratch, and experts with what is left. */
 static int memory_open(server *s) {
     store *st = &s->st;
     size_t lat = s->m.latent, n = (size_t)s->n_moe * s->m.n_experts,
            pairs = (size_t)TIER_MAX_ROWS * s->m.top_k;
-    st->slot_bytes = k3_expert_room(s->e);
+    st->slot_bytes = (s->expert_bytes + 4095) / 4096 * 4096;
+    if (s->e && st->slot_bytes < k3_expert_room(s->e)) st->slot_bytes = k3_expert_room(s->e);
+    if (s->part && st->slot_bytes < k3_expert_room(s->part))
+        st->slot_bytes = k3_expert_room(s->part);
     s->local_floats = 2 * (size_t)TIER_MAX_ROWS * ROW_TILE;
     uint64_t client = tier_most_bytes(&s->m, TIER_REQUEST, true, TIER_MAX_ROWS) +
                       tier_most_bytes(&s->m, TIER_REPLY, false, TIER_MAX_ROWS) + 65536;
@@ -1333,7 +1696,10 @@ static int memory_open(server *s) {
                        s->n_threads * s->local_floats * 4 + pairs * 8 +
                        s->m.n_experts * (sizeof(item) + sizeof(item *));
     uint64_t tls = s->tls ? TLS_SHARED_BYTES + TIER_TLS_BYTES * (s->o.clients + MAX_STATUS) : 0;
-    uint64_t fixed = OVERHEAD_BYTES + n * (4 + 4 + 1 + 60) + client * s->o.clients + scratch + tls;
+    uint64_t stagers = MAX_STAGERS * (TIER_MAX_PIECE + tier_resident_bytes(&s->m, s->n_moe) + 8192);
+    uint64_t fixed = OVERHEAD_BYTES + n * (4 + 4 + 1 + 60) + client * s->o.clients + scratch + tls +
+                     stagers + (s->o.keep_dir ? n * 168 + (8u << 20) : 0) +
+                     (s->part ? n * (60 + 8 + sizeof(slice_expert) + 4) : 0);
     uint64_t per = st->slot_bytes + sizeof(slot) + 8;
     if (s->o.ram < fixed + per)
         return fail(FAIL_BUDGET, "--ram of %llu bytes is below what one expert needs: give %llu",
@@ -1361,6 +1727,7 @@ static int memory_open(server *s) {
         !st->is_coming || !st->held || !st->version || !s->zp || !s->zpair || !s->hpair ||
         !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w)
         return fail(FAIL_IO, "out of memory for %u experts", st->n_slots);
+    memory_readable(s);
     memset(st->slot_of, 0xff, n * sizeof *st->slot_of);
     for (uint32_t i = st->n_slots; i-- > 0;) {
         st->free[st->n_free++] = i;
@@ -1369,30 +1736,144 @@ static int memory_open(server *s) {
     return DONE;
 }
 
-/* Files, geometry, fingerprint. */
-static int model_open(server *s) {
+/* Files and geometry of a directory; of a slice with experts_only. */
+static int files_open(server *s, const char *dir, bool experts_only, k3_engine **e) {
     k3_options o;
     k3_error err = {{0}};
     k3_options_default(&o);
-    o.model_dir = s->o.model_dir;
+    o.model_dir = dir;
     o.kernels = s->o.kernels;
     o.n_threads = (int)s->o.threads;
-    o.sums = s->o.sums;
+    o.sums = experts_only ? NULL : s->o.sums;
     o.headers_only = true;
+    o.experts_only = experts_only;
     o.note = note;
-    int rc = k3_engine_open(&s->e, &o, &err);
+    int rc = k3_engine_open(e, &o, &err);
     if (rc < 0) return fail_status(rc, &err);
-    const k3_shape *sh = s->sh = k3_engine_shape(s->e);
+    const k3_shape *sh = k3_engine_shape(*e);
     s->n_moe = sh->n_layers - sh->n_dense;
-    s->n_threads = (uint32_t)k3_engine_threads(s->e);
-    s->math = (expert_math){k3_engine_table(s->e), sh->latent, sh->expert_inter, sh->situ_beta,
+    s->n_threads = (uint32_t)k3_engine_threads(*e);
+    s->expert_bytes = sh->expert_bytes;
+    s->math = (expert_math){k3_engine_table(*e), sh->latent, sh->expert_inter, sh->situ_beta,
                             sh->situ_linear_beta};
-    s->m = (tier_model){K3_NUMERICS_ID, 0,          sh->n_layers,     sh->n_dense,
-                        sh->n_experts,  sh->latent, sh->expert_inter, sh->top_k};
+    s->m = (tier_model){K3_NUMERICS_ID, s->m.fingerprint, sh->n_layers,     sh->n_dense,
+                        sh->n_experts,  sh->latent,       sh->expert_inter, sh->top_k};
+    s->has_model = true;
     if (!tier_model_is_fit(&s->m))
-        return fail(FAIL_MODEL, "%s: no experts, or more than a frame can name", s->o.model_dir);
+        return fail(FAIL_MODEL, "%s: no experts, or more than a frame can name", dir);
+    return DONE;
+}
+
+static int model_open(server *s) {
+    k3_error err = {{0}};
+    int rc = files_open(s, s->o.model_dir, false, &s->e);
+    if (rc != DONE) return rc;
     rc = k3_expert_fingerprint(s->e, &s->m.fingerprint, &err);
     return rc < 0 ? fail_status(rc, &err) : DONE;
+}
+
+/* The manifest of the slice, and that config.json is its own. */
+static int slice_read(server *s) {
+    char path[4352];
+    size_t n = 0;
+    snprintf(path, sizeof path, "%s/" SLICE_NAME, s->o.slice_dir);
+    char *text = slice_file_read(path, SLICE_MAX_BYTES, &n);
+    if (!text)
+        return fail(FAIL_MODEL, "%s: %s; is the slice whole? `k3 slice` goes on where it was", path,
+                    errno ? strerror(errno) : "longer than it can be");
+    const char *why = slice_parse(text, n, false, &s->list, NULL);
+    free(text);
+    if (why) return fail(FAIL_MODEL, "%s: %s; copy it again", path, why);
+    if (strcmp(s->list.numerics, K3_NUMERICS_ID) != 0)
+        return fail(FAIL_MODEL, "%s: of numerics %s, not " K3_NUMERICS_ID, path, s->list.numerics);
+    snprintf(path, sizeof path, "%s/config.json", s->o.slice_dir);
+    text = slice_file_read(path, SLICE_MAX_BYTES, &n);
+    bool is_same = text && XXH3_64bits(text, n) == s->list.config_sum;
+    free(text);
+    if (is_same) return DONE;
+    return fail(FAIL_MODEL, "%s: absent, or not the one that " SLICE_NAME " was written with",
+                path);
+}
+
+/* Manifest, config.json and shards must be of one mind. The sums of the manifest are compared with
+ * whatever is read; what it does not name is not served. */
+static int slice_check(server *s) {
+    const slice *l = &s->list;
+    const char *dir = s->o.slice_dir;
+    k3_error err = {{0}};
+    const tier_model listed = {K3_NUMERICS_ID, s->m.fingerprint, l->n_layers, l->n_dense,
+                               l->n_experts,   l->latent,        l->inter,    l->top_k};
+    char why[TIER_MAX_TEXT];
+    if (tier_model_differs(&s->m, &listed, why, sizeof why) ||
+        k3_f32_bits(s->math.beta) != l->beta_bits ||
+        k3_f32_bits(s->math.linear_beta) != l->linear_beta_bits)
+        return fail(FAIL_MODEL, "%s: " SLICE_NAME " is not of the model that config.json describes",
+                    dir);
+    int rc = k3_expert_use_sums(s->part, l->list, l->n, &err);
+    return rc < 0 ? fail_status(rc, &err) : DONE;
+}
+
+/* A slice, beside the model or without it. */
+static int slice_open(server *s) {
+    const tier_model model = s->m;
+    char why[TIER_MAX_TEXT];
+    int rc = slice_read(s);
+    if (rc == DONE) rc = files_open(s, s->o.slice_dir, true, &s->part);
+    if (rc == DONE) rc = slice_check(s);
+    if (rc != DONE) return rc;
+    s->m.fingerprint = s->list.fingerprint;
+    if (s->e && tier_model_differs(&model, &s->m, why, sizeof why))
+        return fail(FAIL_MODEL, "--slice %s: not of the model in %s: %s", s->o.slice_dir,
+                    s->o.model_dir, why);
+    return DONE;
+}
+
+/* Without a model: only what computes. Whoever stages first says which. */
+static int empty_open(server *s) {
+    k3_error err = {{0}};
+    int n_threads = 1;
+    s->math.k = k3_machine_table(s->o.kernels, (int)s->o.threads, &n_threads, &err);
+    if (!s->math.k) return fail_status(K3_EUSAGE, &err);
+    s->n_threads = (uint32_t)n_threads;
+    if (s->o.pins) return fail(FAIL_USAGE, "--pins: there is no --model to read them from");
+    return DONE;
+}
+
+/* What was kept before is a slice; else there is room for one. */
+static int keep_open(server *s) {
+    char path[4352];
+    const char *dir = s->o.keep_dir;
+    if (s->o.model_dir || s->o.slice_dir)
+        return fail(FAIL_USAGE,
+                    "--keep: for a box that has no other files; without --model, --slice");
+    if (strlen(dir) > 4000) return fail(FAIL_USAGE, "--keep: a name of 4000 bytes at most");
+    if (mkdir(dir, 0777) != 0 && errno != EEXIST)
+        return fail(FAIL_IO, "--keep %s: %s", dir, strerror(errno));
+    snprintf(path, sizeof path, "%s/model.safetensors.index.json", dir);
+    if (access(path, F_OK) == 0)
+        return fail(FAIL_USAGE, "--keep %s: not written by --keep; serve it with --slice", dir);
+    snprintf(path, sizeof path, "%s/" SLICE_NAME, dir);
+    if (access(path, F_OK) == 0) s->o.slice_dir = dir;
+    return access(dir, W_OK) == 0 ? DONE : fail(FAIL_IO, "--keep %s: %s", dir, strerror(errno));
+}
+
+/* All there is to read experts from, and memory for them. */
+static int sources_open(server *s) {
+    store *st = &s->st;
+    int rc = s->o.keep_dir ? keep_open(s) : DONE;
+    if (rc != DONE) return rc;
+    if (!s->o.model_dir && !s->o.slice_dir) return empty_open(s);
+    if (s->o.model_dir) rc = model_open(s);
+    if (rc == DONE && s->o.slice_dir) rc = slice_open(s);
+    if (rc == DONE) rc = memory_open(s);
+    if (rc == DONE && s->o.keep_dir) stage_keep(s, &s->list);
+    if (rc != DONE || s->e) return rc;
+    if (!(st->order = calloc(s->list.n, sizeof *st->order)))
+        return fail(FAIL_IO, "out of memory for a list of %u experts", s->list.n);
+    for (st->n_order = 0; st->n_order < s->list.n; st->n_order++)
+        st->order[st->n_order] =
+            (uint32_t)index_of(s, s->list.list[st->n_order].il, s->list.list[st->n_order].ie);
+    return DONE;
 }
 
 /* Certificates, and addresses that they are for. */
@@ -1414,8 +1895,7 @@ static int server_open(server *s) {
     const char *why = s->o.key_file ? tier_key_read(s->o.key_file, &s->key) : NULL;
     if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", s->o.key_file, why);
     int rc = tls_open(s);
-    if (rc == DONE) rc = model_open(s);
-    if (rc == DONE) rc = memory_open(s);
+    if (rc == DONE) rc = sources_open(s);
     if (rc == DONE && s->o.pins) rc = pins_read(s);
     if (s->o.n_listen == 0) s->o.listen[s->o.n_listen++] = "127.0.0.1:" TIER_PORT;
     for (uint32_t i = 0; rc == DONE && i < s->o.n_listen; i++)
@@ -1433,28 +1913,50 @@ static int server_open(server *s) {
     return rc;
 }
 
-static void server_close(server *s) {
+/* Give back all that memory_open took. */
+static void memory_close(server *s) {
     store *st = &s->st;
+    struct {
+        void *p;
+        size_t n;
+    } region[] = {{st->bytes, st->n_slots * st->slot_bytes},
+                  {s->zp, s->m.latent * sizeof(float)},
+                  {s->zpair, BATCH_PAIRS * (size_t)s->m.latent * sizeof(float)},
+                  {s->hpair, BATCH_PAIRS * (size_t)s->m.inter * sizeof(float)},
+                  {s->local, s->n_threads * s->local_floats * sizeof(float)}};
+    void *block[] = {st->slots,     st->free,    st->pins,    st->slot_of, st->heat,
+                     st->is_coming, st->held,    st->version, st->order,   s->items,
+                     s->batch,      s->pair_row, s->pair_w};
+    for (size_t i = 0; i < COUNT(region); i++)
+        if (region[i].p) munmap(region[i].p, region[i].n + 1);
+    for (size_t i = 0; i < COUNT(block); i++) free(block[i]);
+    st->bytes = NULL;
+    s->zp = s->zpair = s->hpair = s->local = NULL;
+    st->slots = NULL;
+    st->free = st->pins = st->order = st->version = NULL;
+    st->slot_of = NULL;
+    st->heat = NULL;
+    st->is_coming = st->held = NULL;
+    s->items = NULL;
+    s->batch = NULL;
+    s->pair_row = NULL;
+    s->pair_w = NULL;
+    st->n_slots = st->n_free = st->n_readable = st->n_order = 0;
+}
+
+static void server_close(server *s) {
     for (uint32_t i = 0; i < MAX_CONNS; i++)
         if (s->conns[i].state != C_FREE) conn_close(s, &s->conns[i], NULL);
     for (uint32_t i = 0; i < s->n_listen; i++) {
         close(s->listen[i].fd);
         if (s->listen[i].path[0]) unlink(s->listen[i].path);
     }
+    keep_stop(&s->keep);
     tier_tls_close(s->tls);
     k3_engine_close(s->e);
-    free(st->slots);
-    free(st->free);
-    free(st->pins);
-    free(st->slot_of);
-    free(st->heat);
-    free(st->is_coming);
-    free(st->held);
-    free(st->version);
-    free(s->items);
-    free(s->batch);
-    free(s->pair_row);
-    free(s->pair_w);
+    k3_engine_close(s->part);
+    free(s->list.list);
+    memory_close(s);
     if (s->dump && s->dump != stderr) fclose(s->dump);
     OPENSSL_cleanse(&s->key, sizeof s->key);
 }
@@ -1469,11 +1971,15 @@ static int cmd_serve(server *s) {
     if (rc == DONE) {
         sigaction(SIGTERM, &sa, NULL);
         sigaction(SIGINT, &sa, NULL);
-        for (; n < WARMERS; n++)
+        for (; s->has_model && n < WARMERS; n++)
             if (pthread_create(&warmers[n], NULL, warm_main, s) != 0) break;
-        say("%s: room for %u experts of %llu; %s, %u threads; listening on %s", s->o.model_dir,
-            s->st.n_slots, (unsigned long long)s->n_moe * s->m.n_experts, k3_engine_kernels(s->e),
-            s->n_threads, s->o.listen[0]);
+        if (s->has_model)
+            say("%s: %u experts, room for %u; %s, %u threads; listening on %s",
+                s->o.model_dir ? s->o.model_dir : s->o.slice_dir, s->st.n_readable, s->st.n_slots,
+                s->math.k->name, s->n_threads, s->o.listen[0]);
+        else
+            say("no model: `k3 stage --to ADDR` brings experts; %s, %u threads; listening on %s",
+                s->math.k->name, s->n_threads, s->o.listen[0]);
         serve(s);
     }
     pthread_mutex_lock(&s->st.lock);
@@ -1504,7 +2010,6 @@ int main(int argc, char **argv) {
         if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", s.o.key_file, why);
         return addr ? status(addr, &s.key, &s.o.tls) : fail(FAIL_USAGE, "status: which ADDR?");
     }
-    if (!s.o.model_dir) return fail(FAIL_USAGE, "--model DIR: which model?");
     if (s.o.ram == 0) return fail(FAIL_USAGE, "--ram SIZE: how much memory may experts take?");
     return cmd_serve(&s);
 }

@@ -10,7 +10,7 @@ seconds=${1:-60}
 dir=build-fuzz
 mkdir -p $dir
 command -v clang >/dev/null || { echo "fuzz: SKIP clang is not installed"; exit 77; }
-for target in text config header index state tier; do
+for target in text config header index state tier slice; do
     more="tier_client.c tier_dial.c"
     [ $target != state ] || more="k3_state.c tier_client.c tier_dial.c"
     [ $target != tier ] || more="k3.c tier_dial.c tier_tls.c" # it includes the client and the server

@@ -1,8 +1,9 @@
 /* fuzz_tier.c - frames from strangers, for libFuzzer or a replay of tests/corpus/tier.
  *
  * The first byte says who is attacked: even a server, odd a client; its bit 1, whether frames are
- * sealed here (so that mutations reach what lies behind the checksum) or sent as they are. Sealed
- * input is a row of frames: u8 type, u16 length, u8 id, payload. The model is demo's: run from the
+ * sealed here (so that mutations reach what lies behind the checksum) or sent as they are; bits 2
+ * and 3, that the server knows the sender for a client, for one who stages; bit 4, that it is a
+ * server without a model. Sealed input is a row of frames: u8 type, u16 length, u8 id, payload. The model is demo's: run from the
  * top of the source tree. Whatever comes, the server must go on serving and the client must leave
  * its sums within their range. Includes both ends; link k3.c.
  */
@@ -16,7 +17,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 enum { ROOM = 1 << 20, ROWS = 4 };
 
-static server sv;
+static server sv, empty;
 static uint8_t stream[ROOM], block[1 << 22];
 static int64_t sums[TIER_MAX_ROWS * 256];
 
@@ -75,32 +76,55 @@ static size_t push(int fd, const uint8_t *p, size_t n) {
     return put > 0 ? (size_t)put : 0;
 }
 
-static void attack_server(size_t n, bool is_known) {
+/* Nothing is on its way any more; every slot is held or free, and unpinned. */
+static void check_store(const server *s) {
+    for (size_t i = 0; i < (size_t)s->n_moe * s->m.n_experts; i++)
+        must(!s->st.is_coming[i], "an expert still on its way");
+    must(s->st.n_free + s->st.n_held == s->st.n_slots, "a slot lost");
+    for (uint32_t i = 0; i < s->st.n_slots; i++) must(s->st.slots[i].pins == 0, "a pin was left");
+}
+
+static void attack_server(server *s, size_t n, int role) {
     int fds[2];
-    conn *c = &sv.conns[0];
+    conn *c = &s->conns[0];
     must(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0, "socketpair");
     must(conn_room(c, TIER_HEAD_BYTES + 2 * TIER_MAX_EARLY, 4096), "memory");
     c->fd = fds[0];
     c->state = C_HELLO;
     c->since_ns = clock_ns();
-    if (is_known) {
+    if (role >= 0) {
         uint8_t nonce[TIER_NONCE_BYTES] = {0}, hello[TIER_HELLO_BYTES];
-        tier_hello_pack(hello, &sv.m, 0, nonce);
-        must(conn_hello(&sv, c, hello, sizeof hello) && c->state == C_UP, "a good hello");
+        tier_hello_pack(hello, &s->m, (uint8_t)role, nonce);
+        must(conn_hello(s, c, hello, sizeof hello), "a good hello");
+        must(c->state == (role == TIER_ASKS ? C_UP : C_STAGE), "a good hello");
     }
     for (size_t at = 0, idle = 0; c->state != C_FREE && idle < 3; idle++) {
         size_t put = push(fds[1], stream + at, n - at);
         at += put;
         if (put > 0) idle = 0;
-        if (!c->has_frame && c->n_out == 0 && c->state != C_CLOSING && !conn_fill(&sv, c)) break;
+        if (!c->has_frame && c->n_out == 0 && c->state != C_CLOSING && !conn_fill(s, c)) break;
         for (int k = 0; k < 64 && c->state != C_FREE && c->has_frame && c->n_out == 0; k++)
-            if (!conn_act(&sv, c) || !conn_look(&sv, c)) break;
-        if (c->state != C_FREE && c->n_out > 0) conn_flush(&sv, c);
+            if (!conn_act(s, c) || !conn_look(s, c)) break;
+        if (c->state != C_FREE && c->n_out > 0) conn_flush(s, c);
     }
-    if (c->state != C_FREE) conn_close(&sv, c, NULL);
+    if (c->state != C_FREE) conn_close(s, c, NULL);
     close(fds[1]);
-    must(sv.n_clients == 0, "a client too many or too few");
-    for (uint32_t i = 0; i < sv.st.n_slots; i++) must(sv.st.slots[i].pins == 0, "a pin was left");
+    must(s->n_clients == 0 && s->n_stagers == 0, "a client too many or too few");
+    check_store(s);
+}
+
+/* A server without a model, new each time. */
+static void attack_empty(size_t n) {
+    memset(&empty, 0, sizeof empty);
+    empty.o = (options){.ram = 128u << 20, .clients = 1, .threads = 1};
+    empty.wake_fd = -1;
+    pthread_mutex_init(&empty.st.lock, NULL);
+    pthread_cond_init(&empty.st.work, NULL);
+    empty.math.k = sv.math.k;
+    empty.n_threads = 1;
+    attack_server(&empty, n, -1);
+    must(empty.has_model || empty.st.n_slots == 0, "memory without a model");
+    memory_close(&empty);
 }
 
 static void on_settled(void *user, uint32_t ie, bool is_served) {
@@ -162,7 +186,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     size_t n = stream_make(data + 1, size - 1, data[0] & 2);
     if (data[0] & 1)
         attack_client(n);
+    else if (data[0] & 16)
+        attack_empty(n);
     else
-        attack_server(n, data[0] & 4);
+        attack_server(&sv, n, data[0] & 4 ? TIER_ASKS : data[0] & 8 ? TIER_STAGES : -1);
     return 0;
 }

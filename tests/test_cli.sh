@@ -68,7 +68,7 @@ size() { wc -c <"$1" | tr -d ' '; }
 check "no arguments" 2 "^usage: k3" "$K3"
 expect "no arguments: stdout is empty" "$(size "$T/out")" 0
 for arg in --help -h help --version -V "help run" "help chat" "help tokenize" "help bench" "help verify" \
-    "help plan" "help info" "run --help" "bench -h" "run --tokens 3 -h"; do
+    "help plan" "help info" "help slice" "help stage" "run --help" "bench -h" "run --tokens 3 -h"; do
     # shellcheck disable=SC2086
     check "k3 $arg" 0 "" "$K3" $arg && [ ! -s "$T/out" ] && fail "k3 $arg" "no output"
 done

@@ -142,6 +142,7 @@ done
 # Sums that are wrong and well sealed: only computing them here too shows it.
 check "audit of a good box" 300 --tier "unix:$T/warm.sock" --tier-audit 1/3
 [ "$(field far_audits)" -gt 10 ] && pass || fail "audit" "$(field far_audits) layers compared"
+check "audit of half a box" 100 --tier "unix:$T/even.sock" --tier-audit 1/1
 check "audit of two good boxes" 300 --tier "unix:$T/even.sock" --tier "unix:$T/third.sock" --tier-audit 1/1
 check "audit of a good box, chunks of 5" 300 --tier "unix:$T/warm.sock" --tier-audit 1/2 --chunk 5
 "$CHAOS" "$T/chaos.sock" "$T/warm.sock" garbage &

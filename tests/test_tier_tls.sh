@@ -198,16 +198,18 @@ box() {
         "$K3_TIER" status "$addr" "${mine[@]}" >"$T/status" 2>&1
         grep -q "experts_held.256" "$T/status" && return
         grep -q "trust\|expired\|is not for\|refused: another key" "$T/status" && return # up, for others
+        [ ${#holds[@]} = 0 ] && grep -q "experts_held" "$T/status" && return
         sleep 0.02
     done
     echo "box $addr does not start:"
     cat "$T/box.err" "$T/status"
     exit 1
 }
+holds=(--model "$MODEL") # what boxes are started with; (): they wait for `k3 stage`
 start_box() {
     local addr=$1
     shift
-    "$K3_TIER" --model "$MODEL" --ram 1G --threads 1 --listen "$addr" "$@" 2>"$T/box.err" &
+    "$K3_TIER" "${holds[@]}" --ram 1G --threads 1 --listen "$addr" "$@" 2>"$T/box.err" &
     box=$!
     pids+=($box)
 }
@@ -355,6 +357,66 @@ peer forbid
 ALL_PROXY=http://127.0.0.1:$port check "a proxy that says no" none "403" --tier "box.test:$box_port"
 grep -qx "forbidden" "$T/log" && pass || fail "a proxy that says no" "was not asked"
 stop $peer
+
+# ---- Staging ----
+
+# stage NAME EXIT PATTERN ADDR OPTION...: the exit code, and what it says
+stage() {
+    local name=$1 code=$2 pattern=$3 addr=$4 rc
+    shift 4
+    timeout -k 1 60 "$K3" stage -q --model "$MODEL" --to "$addr" "$@" >"$T/out" 2>"$T/err"
+    rc=$?
+    if [ $rc != "$code" ]; then
+        fail "$name" "exit $rc, not $code"
+    elif ! cat "$T/out" "$T/err" | grep -Eq -- "$pattern"; then
+        fail "$name" "no word of '$pattern'"
+    else
+        pass
+    fi
+}
+plain_box=$box plain_port=$box_port holds=()
+expert=9792 # bytes of one, in the demo
+box tls:127.0.0.1:@ "${tls[@]}" --tls-ca "$T/ca.pem" --psk-file "$T/psk"
+key=(--psk-file "$T/psk")
+stage "stage over TLS without a certificate" 1 "wants a certificate of ours: give --tier-cert" "tls:127.0.0.1:$port" "${trust[@]}" "${key[@]}"
+stage "stage over TLS with a stranger's" 1 "does not know who signed" \
+    "tls:127.0.0.1:$port" "${trust[@]}" --tier-cert "$T/stranger.pem" --tier-key "$T/stranger.key" "${key[@]}"
+stage "stage over TLS to a stranger" 1 "no trust in the box's certificate" "tls:127.0.0.1:$port" --tier-ca "$T/strangers.pem" "${me[@]}" "${key[@]}"
+stage "stage plain where TLS is spoken" 1 "write tls: before its address" "127.0.0.1:$port"
+stage "stage over TLS without the key" 1 "give --psk-file" "tls:127.0.0.1:$port" "${trust[@]}" "${me[@]}"
+stage "stage certificates without TLS" 2 "write tls:ADDR" "127.0.0.1:$port" "${trust[@]}"
+stage "stage with an authority that is none" 2 "no certificate" "tls:127.0.0.1:$port" --tier-ca "$T/psk"
+stage "stage TLS where none is spoken" 1 "no TLS 1.3 there" "tls:127.0.0.1:$plain_port" "${trust[@]}"
+expect_held() { # NAME N
+    "$K3_TIER" status "tls:127.0.0.1:$port" "${mine[@]}" >"$T/status" 2>"$T/err"
+    grep -q "experts_held.$2$" "$T/status" && grep -q "experts_staged_total.$2$" "$T/status" && pass || fail "$1" "not $2 experts"
+}
+expect_held "nobody has staged" 0
+[ "$MODEL" != demo ] || stage "stage a few over TLS" 0 ": 40 experts sent .*, 0 skipped" \
+    "tls:127.0.0.1:$port" "${trust[@]}" "${me[@]}" "${key[@]}" --size $((40 * expert))
+box_port=$port
+peer connect
+ALL_PROXY=http://127.0.0.1:$port stage "stage over TLS through CONNECT" 0 "experts sent .*, 0 left out" \
+    "tls:box.test:$box_port" "${trust[@]}" "${me[@]}" "${key[@]}"
+grep -qx "box.test:$box_port" "$T/log" && pass || fail "stage through CONNECT" "the proxy was not asked"
+stop $peer
+port=$box_port
+stage "stage over TLS once more" 0 ": 0 experts sent .*, 256 skipped" "tls:localhost:$port" "${trust[@]}" --tier-cert "$T/both.pem" "${key[@]}"
+expect_held "all are staged" 256
+check "what was staged over TLS" 300 "up, holds 256" --tier "tls:127.0.0.1:$port" "${trust[@]}" "${me[@]}" "${key[@]}"
+stop $box
+box tls:127.0.0.1:@ "${tls[@]}"
+for n in 1 2 3; do
+    "$K3" stage -q --model "$MODEL" --to "tls:127.0.0.1:$port" "${trust[@]}" >/dev/null 2>&1 &
+    pid=$!
+    sleep 0.0$((3 + n))
+    { kill -9 $pid; wait $pid; } 2>/dev/null
+done
+stage "stage over TLS after kills" 0 "experts sent .*, 0 left out" "tls:127.0.0.1:$port" "${trust[@]}"
+expect_held "after kills" 256
+kill -0 $box 2>/dev/null && pass || fail "staging over TLS" "the box is gone"
+stop $box
+holds=(--model "$MODEL") box=$plain_box port=$plain_port box_port=$plain_port
 
 # ---- Names and families; who does not answer ----
 

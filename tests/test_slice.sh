@@ -1,0 +1,522 @@
+#!/usr/bin/env bash
+# test_slice.sh - experts for a box that has no checkpoint: slices of the demo, and staging.
+#
+#     K3=build/k3 K3_TIER=build/k3-tier CC=cc tests/test_slice.sh MODEL
+#
+# What `k3 slice` writes is read by a Python program that knows the safetensors format and nothing
+# of this source, and by a C program of a few lines around the published xxhash.h. Every run with a
+# box must give the logits_fnv of a run without; where the box is well its help must show.
+set -u
+export LC_ALL=C
+export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
+K3=${K3:-build/k3}
+K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier}
+CC=${CC:-cc}
+MODEL=${1:-demo}
+T=$(mktemp -d "${TMPDIR:-/tmp}/k3-slice-XXXXXX") || exit 1
+n_passed=0 n_failed=0 n_skipped=0
+pids=()
+stop() { # PID...
+    { kill "$@" && wait "$@"; } 2>/dev/null
+}
+trap '[ ${#pids[@]} = 0 ] || stop "${pids[@]}"; [ ! -d "$T/small" ] || umount "$T/small" 2>/dev/null; rm -rf "$T"' EXIT
+limit() { if [ "$1" = stage ]; then "$@"; else timeout -k 1 120 "$@"; fi; }
+args=(-q --json --no-stop --model "$MODEL" --tokens 24 --threads 1 "Once upon a time there was a duck")
+
+field() { sed -n "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/p" "$T/out"; }
+pass() { n_passed=$((n_passed + 1)); }
+skip() { n_skipped=$((n_skipped + 1)); echo "slice: SKIP $1"; }
+fail() {
+    n_failed=$((n_failed + 1))
+    echo "FAIL $1: $2"
+    head -3 "$T/err" | sed 's/^/     /'
+}
+expect() { if [ "$2" = "$3" ]; then pass; else fail "$1" "got '$2', want '$3'"; fi; }
+# ends NAME EXIT PATTERN COMMAND...: the exit code, and what stderr or stdout says
+ends() {
+    local name=$1 want=$2 pattern=$3 rc
+    shift 3
+    limit "$@" >"$T/out" 2>"$T/err"
+    rc=$?
+    if [ $rc != "$want" ]; then
+        fail "$name" "exit $rc, not $want"
+    elif ! cat "$T/out" "$T/err" | grep -Eq -- "$pattern"; then
+        fail "$name" "nothing matches: $pattern"
+    else
+        pass
+    fi
+}
+# box NAME OPTION...: a server on $T/NAME.sock; its pid in $box
+box() {
+    local name=$1
+    shift
+    rm -f "$T/$name.sock"
+    "$K3_TIER" --threads 1 --listen "unix:$T/$name.sock" "$@" 2>"$T/$name.err" &
+    box=$!
+    pids+=($box)
+    for _ in $(seq 300); do [ -S "$T/$name.sock" ] && return; sleep 0.02; done
+    echo "box $name does not start:"
+    cat "$T/$name.err"
+    exit 1
+}
+stat_of() { "$K3_TIER" status "unix:$T/$1.sock" | awk -v k="$2" '$1 == k { print $2 }'; }
+# held NAME N: wait until the box holds N experts
+held() {
+    for _ in $(seq 300); do
+        [ "$(stat_of "$1" experts_held)" = "$2" ] && return
+        sleep 0.02
+    done
+    fail "box $1" "holds $(stat_of "$1" experts_held), not $2"
+}
+# check NAME SERVED RUN_OPTIONS...: the hash, and at least SERVED experts from boxes
+check() {
+    local name=$1 least=$2 rc got served
+    shift 2
+    limit "$K3" run "${args[@]}" --ram "$ram" --tier-wait 200000 "$@" >"$T/out" 2>"$T/err"
+    rc=$? got=$(field logits_fnv) served=$(field far_served)
+    if [ $rc != 0 ]; then
+        fail "$name" "exit $rc"
+    elif [ "$got" != "$want" ]; then
+        fail "$name" "logits_fnv $got, not $want"
+    elif [ "${served:-0}" -lt "$least" ]; then
+        fail "$name" "$served experts served, not $least or more"
+    else
+        pass
+    fi
+}
+
+"$K3" run "${args[@]}" >"$T/out" 2>"$T/err" || { cat "$T/err"; exit 1; }
+want=$(field logits_fnv)
+"$K3" run "${args[@]}" --ram 1 --tier unix:x --tier unix:y >"$T/out" 2>"$T/err"
+ram=$(sed -n 's/.*give at least \([0-9]*\) bytes.*/\1/p' "$T/err")
+[ -n "$ram" ] || { cat "$T/err"; exit 1; }
+ram=$((ram + 65536))
+
+# Pins as bench writes them: the experts of a trace, the hottest first; then, for the sake of their
+# number, all others.
+"$K3" run -q --model "$MODEL" --tokens 40 --no-stop --trace "$T/trace" "Once upon a time" >/dev/null 2>"$T/err"
+"$K3" bench --replay "$T/trace" --write-pins "$T/pins" >/dev/null 2>>"$T/err"
+for il in 1 2 3 4 5 6 7 8; do for ie in $(seq 0 31); do echo "$il $ie"; done; done >"$T/all"
+cat "$T/all" >>"$T/pins"
+slice=("$K3" slice -q --model "$MODEL" --pins "$T/pins")
+
+# ---- What is written -------------------------------------------------------------------------
+
+ends "no pins" 2 "write-pins FILE" "$K3" slice --model "$MODEL" --size 1M --out "$T/x"
+ends "no size" 2 "size SIZE" "${slice[@]}" --out "$T/x"
+ends "no place" 2 "out DIR" "${slice[@]}" --size 1M
+ends "room for no expert" 2 "too small for one expert" "${slice[@]}" --size 20000 --out "$T/x"
+echo "1 99" >"$T/bad"
+ends "pins of another model" 2 "line 1: not .layer expert." "$K3" slice -q --model "$MODEL" --pins "$T/bad" --size 1M --out "$T/x"
+ends "pins that are absent" 1 "No such file" "$K3" slice -q --model "$MODEL" --pins "$T/none" --size 1M --out "$T/x"
+[ ! -e "$T/x" ] && pass || fail "misuse" "something was written"
+mkdir "$T/full" && touch "$T/full/thing"
+ends "a directory with something in it" 2 "not empty" "${slice[@]}" --size 1M --out "$T/full"
+expect "it is as it was" "$(ls "$T/full")" thing
+ends "over the model itself" 2 "not empty" "${slice[@]}" --size 1M --out "$MODEL"
+
+ends "a slice" 0 "experts .* in 7 shards; [0-9.]* GB/s" "${slice[@]}" --size 1500K --shard 200K --out "$T/s"
+ends "the same again" 0 "is there, whole" "${slice[@]/-q/--no-check}" --size 1500K --shard 200K --out "$T/s"
+ends "another one there" 2 "another slice" "${slice[@]}" --size 1M --out "$T/s"
+n=$(awk '$1 == "experts" { print $2 }' "$T/s/k3.slice")
+expect "no more than --size" "$(($(du -sb "$T/s" | cut -f1) - 4096 <= 1500 * 1024))" 1
+expect "as many as fit" "$((n > 110 && n < 155))" 1
+
+cat >"$T/read.py" <<'EOF'
+"""read.py MODEL SLICE PINS RECORDS: compare a slice with its model, tensor by tensor; write the six
+tensors of each expert of k3.slice, in its order, to RECORDS."""
+import json, os, struct, sys
+model, part, pins, records = sys.argv[1:]
+MIDDLE = "block_sparse_moe.experts"
+ORDER = [f"{w}.weight_{k}" for w in ("w1", "w3", "w2") for k in ("packed", "scale")]
+
+def shard(path):
+    data = open(path, "rb").read()
+    n = struct.unpack("<Q", data[:8])[0]
+    assert n % 8 == 0 and 8 + n <= len(data), path
+    head = json.loads(data[8:8 + n])
+    head.pop("__metadata__", None)
+    return head, data[8 + n:], 8 + n
+
+def tensors(directory, strict):
+    index = json.load(open(f"{directory}/model.safetensors.index.json"))
+    out, total = {}, 0
+    for name in sorted(set(index["weight_map"].values())):
+        head, data, start = shard(f"{directory}/{name}")
+        at = 0
+        for tensor, x in sorted(head.items(), key=lambda t: t[1]["data_offsets"]):
+            b, e = x["data_offsets"]
+            assert index["weight_map"][tensor] == name and tensor not in out
+            if strict:
+                assert b == at and start % 4096 == 0, (tensor, b, at)  # no holes, whole pages
+            at = e
+            total += e - b
+            out[tensor] = (x["dtype"], x["shape"], data[b:e])
+        assert at == len(data), name
+    assert set(out) == set(index["weight_map"])
+    if strict:
+        assert index["metadata"]["total_size"] == total
+    return out
+
+a, b = tensors(model, False), tensors(part, True)
+for name, x in b.items():
+    assert a[name] == x, name
+assert open(f"{model}/config.json", "rb").read() == open(f"{part}/config.json", "rb").read()
+lines = [l.split() for l in open(f"{part}/k3.slice")]
+count = next(int(l[1]) for l in lines if l[0] == "experts")
+listed = [(int(l[0]), int(l[1])) for l in lines if len(l) == 3 and l[0].isdigit()]
+wanted = []
+for l in open(pins):
+    x = tuple(map(int, l.split()[:2]))
+    if x not in wanted:
+        wanted.append(x)
+assert len(listed) == count and listed == wanted[:count], "not the first of the pins"
+names = [[f"language_model.model.layers.{il}.{MIDDLE}.{ie}.{k}" for k in ORDER] for il, ie in listed]
+assert set(sum(names, [])) == set(b)
+with open(records, "wb") as f:
+    for six in names:
+        f.write(b"".join(b[name][2] for name in six))
+assert sorted(os.listdir(part))[0:2] == ["config.json", "k3.slice"]
+assert not [x for x in os.listdir(part) if x.endswith(".part")]
+print(len(b))
+EOF
+cat >"$T/sum.c" <<'EOF'
+#define XXH_INLINE_ALL
+#include <stdio.h>
+#include <stdlib.h>
+#include <xxhash.h>
+/* sum N: the XXH3-64 of each N bytes of stdin, or with 0 of all of them. */
+int main(int argc, char **argv) {
+    size_t n = argc > 1 ? strtoul(argv[1], 0, 10) : 0, all = n ? n : 1 << 22, got;
+    unsigned char *p = malloc(all);
+    while (p && (got = fread(p, 1, all, stdin)) > 0)
+        printf("%016llx\n", (unsigned long long)XXH3_64bits(p, got));
+    return 0;
+}
+EOF
+if command -v python3 >/dev/null; then
+    limit python3 "$T/read.py" "$MODEL" "$T/s" "$T/pins" "$T/records" >"$T/out" 2>"$T/err"
+    expect "every tensor as the model has it" "$(cat "$T/out")" $((6 * n))
+    if $CC -O1 -o "$T/sum" "$T/sum.c" 2>"$T/err"; then
+        bytes=$(($(wc -c <"$T/records") / n))
+        expect "the sums of all experts" "$("$T/sum" $bytes <"$T/records")" "$(awk 'NF == 3 && $1 ~ /^[0-9]+$/ { print $3 }' "$T/s/k3.slice")"
+        expect "the sum of config.json" "$("$T/sum" <"$MODEL/config.json")" "$(awk '$1 == "config" { print $2 }' "$T/s/k3.slice")"
+        expect "the sum of the manifest" "$(head -n -1 "$T/s/k3.slice" | "$T/sum")" "$(awk '$1 == "end" { print $2 }' "$T/s/k3.slice")"
+    else
+        skip "sums: no xxhash.h for $CC"
+    fi
+else
+    skip "tensors of a slice: python3 is not installed (scripts/deps.sh test)"
+fi
+
+# Killed at any time: no k3.slice, or a whole one; the next run ends in the same bytes.
+n_kills=0
+for ms in $(seq 2 4 60); do
+    "${slice[@]}" --size 1500K --shard 200K --out "$T/k" >/dev/null 2>&1 &
+    pid=$!
+    sleep "$(printf '0.%03d' "$ms")"
+    { kill -9 $pid && n_kills=$((n_kills + 1)); wait $pid; } 2>/dev/null
+    [ ! -e "$T/k/k3.slice" ] || diff -rq "$T/s" "$T/k" >"$T/err" || fail "killed after $ms ms" "a slice that is not whole"
+    [ ! -e "$T/k/k3.slice" ] || rm -rf "$T/k"
+done
+[ $n_kills -gt 0 ] && pass || fail "killed" "it was never there to be killed"
+ends "after it was killed" 0 "7 shards" "${slice[@]}" --size 1500K --shard 200K --out "$T/k"
+diff -rq "$T/s" "$T/k" >"$T/err" && pass || fail "after it was killed" "other bytes"
+# Told to end: it says so, and the next run goes on.
+rm -rf "$T/k"
+rc=0
+for _ in $(seq 40); do # until it is met at work
+    timeout -s TERM 0.03 "${slice[@]}" --size 1500K --shard 50K --out "$T/k" >/dev/null 2>"$T/err"
+    grep -q "interrupted; the same command goes on" "$T/err" && rc=130 && break
+    [ ! -e "$T/k/k3.slice" ] || rm -rf "$T/k"
+done
+expect "told to end" "$rc $([ -e "$T/k/k3.slice" ] && echo whole)" "130 "
+ends "after it was told to end" 0 "experts .* in [0-9]+ shards" "${slice[@]}" --size 1500K --shard 50K --out "$T/k"
+# A disk that fails in the middle: what is whole stays, what is not goes.
+rm -rf "$T/k"
+(trap '' XFSZ; ulimit -f 100; exec "${slice[@]}" --size 1500K --shard 200K --out "$T/k") >"$T/out" 2>"$T/err"
+expect "a disk that fails" "$? $(grep -c "File too large; whole shards stay" "$T/err") $(ls "$T/k")" "1 1 k3.slice.part"
+ends "a disk that is well again" 0 "7 shards" "${slice[@]}" --size 1500K --shard 200K --out "$T/k"
+diff -rq "$T/s" "$T/k" >"$T/err" && pass || fail "a disk that is well again" "other bytes"
+# Cut short by hand: two shards and a bit of a third.
+unfinish() {
+    rm -rf "$T/k" && cp -r "$T/s" "$T/k" && rm "$T/k/k3.slice" "$T/k/config.json" "$T/k/"*index.json
+    head -n $((7 + 40 + 9)) "$T/s/k3.slice" | head -c -5 >"$T/k/k3.slice.part"
+    rm "$T/k/model-0000"[4-7]*
+    mv "$T/k/model-00003-of-000007.safetensors" "$T/k/model-00003-of-000007.safetensors.part"
+}
+unfinish
+ends "an unfinished slice is not served" 3 "is the slice whole" "$K3_TIER" --slice "$T/k" --ram 1G --listen "unix:$T/x.sock"
+ends "unfinished, other experts" 2 "unfinished slice of other experts" "${slice[@]}" --size 1M --shard 200K --out "$T/k"
+ends "unfinished" 0 "; 2 shards were there" "${slice[@]}" --size 1500K --shard 200K --out "$T/k"
+diff -rq "$T/s" "$T/k" >"$T/err" && pass || fail "unfinished" "other bytes"
+unfinish
+truncate -s -1 "$T/k/model-00002-of-000007.safetensors"
+ends "unfinished, the second shard cut short" 0 "; 1 shards were there" "${slice[@]}" --size 1500K --shard 200K --out "$T/k"
+diff -rq "$T/s" "$T/k" >"$T/err" && pass || fail "unfinished, cut short" "other bytes"
+unfinish
+exec 9>>"$T/k/k3.slice.part"
+if command -v flock >/dev/null && flock -n 9; then
+    ends "two at once" 1 "another process is writing" "${slice[@]}" --size 1500K --shard 200K --out "$T/k"
+else
+    skip "two at once: no flock program"
+fi
+exec 9>&-
+# A disk that is too small says so before anything is written.
+mkdir "$T/small"
+if mount -t tmpfs -o size=1M none "$T/small" 2>/dev/null; then
+    ends "too small a disk" 1 "to write, .* free" "${slice[@]}" --size 1500K --out "$T/small"
+    expect "nothing was written" "$(ls "$T/small")" ""
+    umount "$T/small"
+else
+    skip "too small a disk: mounting a tmpfs needs root"
+fi
+rmdir "$T/small"
+# A damaged model is noticed where it has sums, and leaves no slice.
+cp -rL "$MODEL" "$T/m" && rm -f "$T/m/k3.sums"
+"$K3" verify -q --model "$T/m" --write-sums >/dev/null
+ends "a model with sums" 0 "checked with the model's sums" "$K3" slice -q --model "$T/m" --pins "$T/all" --size 9M --out "$T/a"
+printf '\377' | dd of="$T/m/model-00002-of-000003.safetensors" bs=1 seek=3300000 conv=notrunc 2>/dev/null
+ends "a damaged model" 1 "do not match their sum" "$K3" slice -q --model "$T/m" --pins "$T/all" --size 9M --out "$T/d"
+[ ! -e "$T/d/k3.slice" ] && pass || fail "a damaged model" "there is a slice"
+
+# ---- Serving it ------------------------------------------------------------------------------
+
+box part --slice "$T/s" --ram 1G
+held part "$n"
+check "a slice without the checkpoint" 100 --tier "unix:$T/part.sock"
+expect "its own figures" "$(($(stat_of part experts_served_total) >= 100))" 1
+check "the same, each layer audited" 100 --tier "unix:$T/part.sock" --tier-audit 1/1
+stop $box
+least=$("$K3_TIER" --slice "$T/s" --threads 1 --ram 1M --listen "unix:$T/x.sock" 2>&1 | sed -n 's/.*give \([0-9]*\)$/\1/p')
+box few --slice "$T/s" --ram $((least + 10 * 13000))
+n_few=$(stat_of few experts_capacity)
+[ "$n_few" -ge 6 ] && [ "$n_few" -le 12 ] && pass || fail "little memory" "room for $n_few"
+held few "$n_few"
+check "the hottest few of it" 20 --tier "unix:$T/few.sock"
+stop $box
+box both --model "$MODEL" --slice "$T/s" --ram 1G
+held both 256
+check "a slice beside the model" 300 --tier "unix:$T/both.sock"
+stop $box
+
+# One byte is wrong: that expert is left out, or read from the model.
+cp -r "$T/s" "$T/c"
+printf '\001' | dd of="$T/c/model-00002-of-000007.safetensors" bs=1 seek=100000 conv=notrunc 2>/dev/null
+cmp -s "$T/s/model-00002-of-000007.safetensors" "$T/c/model-00002-of-000007.safetensors" && fail "a changed byte" "it was 1 before"
+box torn --slice "$T/c" --ram 1G
+held torn $((n - 1))
+grep -q "do not match their sum.*left out" "$T/torn.err" && pass || fail "a changed byte" "is not said"
+check "a changed byte" 100 --tier "unix:$T/torn.sock"
+stop $box
+box torn --slice "$T/c" --model "$MODEL" --ram 1G
+held torn 256
+grep -q "do not match their sum.*read from the model" "$T/torn.err" && pass || fail "a changed byte, with the model" "is not said"
+check "a changed byte, with the model" 300 --tier "unix:$T/torn.sock"
+stop $box
+serve_bad() { # NAME EXIT PATTERN: $T/c is no slice
+    ends "$1" "$2" "$3" "$K3_TIER" --slice "$T/c" --ram 1G --listen "unix:$T/x.sock"
+    rm -rf "$T/c" && cp -r "$T/s" "$T/c"
+}
+rm -rf "$T/c" && cp -r "$T/s" "$T/c"
+truncate -s -100 "$T/c/model-00003-of-000007.safetensors"
+serve_bad "a truncated shard" 3 "model-00003-of-000007.safetensors: truncated"
+rm "$T/c/model-00003-of-000007.safetensors"
+serve_bad "an absent shard" 3 "model-00003-of-000007.safetensors: named by the index but not in"
+rm "$T/c/k3.slice"
+serve_bad "no manifest" 3 "k3.slice: No such file"
+sed -i '20s/.$/0/; 21s/.$/1/' "$T/c/k3.slice"
+serve_bad "a damaged manifest" 3 "k3.slice: damaged"
+sed -i 's/"activation_situ_beta": 4.0/"activation_situ_beta": 4.5/' "$T/c/config.json"
+serve_bad "another config.json" 3 "config.json: absent, or not the one"
+
+# Of another model: the client says why, and runs alone.
+rm -rf "$T/m" && cp -rL "$MODEL" "$T/m"
+sed -i 's/"activation_situ_beta": 4.0/"activation_situ_beta": 4.5/' "$T/m/config.json"
+ends "a slice of another model" 0 "experts" "$K3" slice -q --model "$T/m" --pins "$T/all" --size 1M --out "$T/o"
+box other --slice "$T/o" --ram 1G
+limit "$K3" run "${args[@]/-q/-v}" --ram "$ram" --tier "unix:$T/other.sock" >"$T/out" 2>"$T/err"
+grep -q "refused: another model: fingerprint" "$T/err" && pass || fail "a slice of another model" "no reason"
+expect "and its hash" "$(field logits_fnv)" "$want"
+stop $box
+ends "beside the wrong model" 3 "not of the model in" "$K3_TIER" --model "$MODEL" --slice "$T/o" --ram 1G --listen "unix:$T/x.sock"
+
+# ---- Staging ---------------------------------------------------------------------------------
+
+stage() { # BOX OPTION...
+    local name=$1
+    shift
+    limit "$K3" stage -q --model "$MODEL" --to "unix:$T/$name.sock" "$@"
+}
+ends "stage to nobody" 1 "is its k3-tier running" stage none
+ends "stage where?" 2 "which box" "$K3" stage --model "$MODEL"
+ends "no address" 2 "is no address" "$K3" stage -q --model "$MODEL" --to "a:b:c"
+ends "pins for an empty box" 2 "no --model to read them from" "$K3_TIER" --pins "$T/pins" --ram 1G --listen "unix:$T/x.sock"
+box empty --ram 1G
+limit "$K3" run "${args[@]/-q/-v}" --ram "$ram" --tier "unix:$T/empty.sock" >"$T/out" 2>"$T/err"
+grep -q "refused: no experts yet" "$T/err" && pass || fail "an empty box" "no reason"
+expect "an empty box" "$(field logits_fnv)" "$want"
+ends "a size for no expert" 2 "too small for one expert" stage empty --size 100
+ends "stage a few" 0 ": 50 experts sent .*, 0 skipped, 0 left out; [0-9.]* GB/s" stage empty --pins "$T/pins" --size 489600
+expect "they are there" "$(stat_of empty experts_held)" 50
+check "a few" 50 --tier "unix:$T/empty.sock"
+ends "stage all" 0 ": 206 experts sent .*, 50 skipped, 0 left out" stage empty
+check "all" 300 --tier "unix:$T/empty.sock"
+expect "all of them" "$(field far_served)" "$(field far_asked)"
+ends "stage once more" 0 ": 0 experts sent .*, 256 skipped" stage empty
+ends "stage another model" 3 "refused: another model: fingerprint" "$K3" stage -q --model "$T/m" --to "unix:$T/empty.sock"
+expect "nothing of it" "$(stat_of empty experts_held)" 256
+[ -n "${K3_SAN:-}" ] || expect "within --ram" "$(($(stat_of empty resident_memory_bytes) < (1 << 30)))" 1
+stop $box
+
+# Cut off after so many bytes, and killed, again and again; what arrived is not sent twice.
+cat >"$T/cut.py" <<'EOF'
+"""cut.py LISTEN TARGET N: pass the first N bytes of one client on, then end both connections."""
+import socket, sys, threading
+listen, target, n = sys.argv[1], sys.argv[2], int(sys.argv[3])
+s = socket.socket(socket.AF_UNIX)
+s.bind(listen)
+s.listen(1)
+a = s.accept()[0]
+b = socket.socket(socket.AF_UNIX)
+b.connect(target)
+def back():
+    try:
+        while data := b.recv(65536):
+            a.sendall(data)
+    except OSError:
+        pass
+threading.Thread(target=back, daemon=True).start()
+while n > 0 and (data := a.recv(min(n, 65536))):
+    b.sendall(data)
+    n -= len(data)
+for x in (a, b):
+    x.shutdown(socket.SHUT_RDWR)
+EOF
+box cut --ram 1G
+if command -v python3 >/dev/null; then
+    before=0 grown=0
+    for n_bytes in 100 6200 30000 300000 300001 1000000; do
+        rm -f "$T/proxy.sock"
+        python3 "$T/cut.py" "$T/proxy.sock" "$T/cut.sock" $n_bytes 2>/dev/null &
+        proxy=$!
+        for _ in $(seq 200); do [ -S "$T/proxy.sock" ] && break; sleep 0.02; done
+        ends "cut after $n_bytes bytes" 1 "(connection broke|closed the connection|reset by peer)" stage proxy
+        wait $proxy
+        sleep 0.05
+        have=$(stat_of cut experts_held)
+        [ "$have" -gt "$before" ] && grown=$((grown + 1))
+        before=$have
+    done
+    expect "what came before each cut" "$((grown >= 3)) $((have > 90 && have < 256))" "1 1"
+    ends "after the cuts" 0 ": $((256 - have)) experts sent .*, $have skipped, 0 left out" stage cut
+    check "after the cuts" 300 --tier "unix:$T/cut.sock"
+else
+    skip "a connection that is cut: python3 is not installed (scripts/deps.sh test)"
+fi
+stop $box
+box cut --ram 1G
+for ms in 10 15 20 25 30 40; do
+    "$K3" stage -q --model "$MODEL" --to "unix:$T/cut.sock" >/dev/null 2>&1 &
+    pid=$!
+    sleep "$(printf '0.%03d' $ms)"
+    { kill -9 $pid; wait $pid; } 2>/dev/null
+done
+sleep 0.1
+have=$(stat_of cut experts_held)
+ends "after kills" 0 ": $((256 - have)) experts sent .*, $have skipped, 0 left out" stage cut
+check "after kills" 300 --tier "unix:$T/cut.sock"
+stop $box
+
+# Two at once, from both ends; while text is made.
+"$K3" run "${args[@]}" --tokens 600 >"$T/out" 2>"$T/err"
+long=$(field logits_fnv)
+tac "$T/all" >"$T/back"
+box two --ram 1G
+stage two --size 20000 >/dev/null
+limit "$K3" run "${args[@]}" --tokens 600 --ram "$ram" --tier-wait 200000 --tier "unix:$T/two.sock" >"$T/run" 2>&1 &
+runner=$!
+sleep 0.05
+stage two --pins "$T/all" >"$T/one" 2>&1 &
+first=$!
+stage two --pins "$T/back" >"$T/other" 2>&1
+wait $first
+sent=$(sed -n 's/.*: \([0-9]*\) experts sent.*/\1/p' "$T/one" "$T/other" | awk '{ n += $1 } END { print n }')
+expect "two at once" "$sent $(stat_of two experts_held)" "254 256"
+wait $runner
+cp "$T/run" "$T/out"
+expect "text made meanwhile" "$(field logits_fnv)" "$long"
+[ "$(field far_served)" -gt 100 ] && pass || fail "text made meanwhile" "$(field far_served) served"
+stop $box
+
+# A box with room for ten; one with too little for one; one with a key; one with the model.
+box tight --ram 1M
+ends "no room for one" 4 "refused: too little memory: this box holds not one" stage tight
+least=$(sed -n 's/.*give \([0-9]*\)$/\1/p' "$T/tight.err")
+stop $box
+box tight --ram $((least + 10 * 13000))
+ends "a full box" 0 "the box is full" stage tight --pins "$T/pins"
+n=$(stat_of tight experts_held)
+[ "$n" -ge 10 ] && [ "$n" -le 12 ] && pass || fail "a full box" "$n experts"
+check "a full box" 20 --tier "unix:$T/tight.sock"
+ends "a full box, again" 0 ": 0 experts sent .*, $n skipped, .* full" stage tight --pins "$T/pins"
+stop $box
+printf 'a key of more than sixteen bytes\n' >"$T/key"
+printf 'another key of more than sixteen bytes\n' >"$T/other"
+chmod 600 "$T/key" "$T/other"
+box keyed --ram 1G --psk-file "$T/key"
+ends "no key" 1 "give --psk-file" stage keyed
+ends "another key" 1 "another key" stage keyed --psk-file "$T/other"
+ends "the key" 0 "256 experts sent" stage keyed --psk-file "$T/key"
+stop $box
+box plain --model "$MODEL" --no-fill --ram 1G
+ends "a box without the key" 1 "not the one meant" stage plain --psk-file "$T/key"
+ends "a box with the model" 0 "256 experts sent" stage plain
+ends "a box with another model" 3 "refused: another model: fingerprint" "$K3" stage -q --model "$T/m" --to "unix:$T/plain.sock"
+check "a box with the model" 300 --tier "unix:$T/plain.sock"
+stop $box
+
+# ---- Keeping what was staged -------------------------------------------------------------------
+
+ends "keep and a model" 2 "without --model" "$K3_TIER" --model "$MODEL" --keep "$T/k1" --ram 1G --listen "unix:$T/x.sock"
+ends "keep in a slice" 2 "serve it with --slice" "$K3_TIER" --keep "$T/s" --ram 1G --listen "unix:$T/x.sock"
+box kept --ram 1G --keep "$T/kept"
+ends "stage to keep" 0 "100 experts sent" stage kept --size 979200
+for _ in $(seq 250); do [ -e "$T/kept/k3.slice" ] && break; sleep 0.02; done # when nothing more comes
+ends "stage more" 0 "56 experts sent .*, 100 skipped" stage kept --size 1527552
+{ kill -9 $box && wait $box; } 2>/dev/null # what came last was not written yet
+cp "$T/kept/kept-000000.safetensors" "$T/kept/kept-000100.safetensors.part"
+box kept --ram 1G --keep "$T/kept"
+held kept 100
+check "kept, killed, started again" 100 --tier "unix:$T/kept.sock"
+ends "stage the rest" 0 "156 experts sent .*, 100 skipped" stage kept
+{ kill $box && wait $box; } 2>/dev/null # told to end, it writes all
+expect "what is kept" "$(awk '$1 == "experts" { print $2 }' "$T/kept/k3.slice"; cd "$T/kept" && echo *.safetensors)" \
+    "256
+kept-000000.safetensors kept-000100.safetensors"
+box kept --ram 1G --keep "$T/kept"
+held kept 256
+check "all of it" 300 --tier "unix:$T/kept.sock"
+expect "all of all" "$(field far_served)" "$(field far_asked)"
+ends "nothing left to stage" 0 ": 0 experts sent .*, 256 skipped" stage kept
+ends "keep another model" 3 "refused: another model: fingerprint" "$K3" stage -q --model "$T/m" --to "unix:$T/kept.sock"
+stop $box
+# A shard that was written and never listed: not served, and in nobody's way.
+head -n $((7 + 100)) "$T/kept/k3.slice" | sed 's/^experts .*/experts 100/' >"$T/list"
+if [ -x "$T/sum" ]; then
+    { cat "$T/list"; echo "end $("$T/sum" <"$T/list")"; } >"$T/kept/k3.slice"
+    box kept --ram 1G --keep "$T/kept"
+    held kept 100
+    grep -q "left out" "$T/kept.err" && fail "a shard that was not listed" "was read"
+    ends "in place of a shard that was not listed" 0 "156 experts sent .*, 100 skipped" stage kept
+    { kill $box && wait $box; } 2>/dev/null
+    box kept --ram 1G --keep "$T/kept"
+    held kept 256
+    check "a list that was behind" 300 --tier "unix:$T/kept.sock"
+    stop $box
+else
+    skip "a shard that was not listed: no xxhash.h for $CC"
+fi
+
+echo "slice: $n_passed passed, $n_failed failed, $n_skipped skipped"
+[ $n_failed = 0 ]
