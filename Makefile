@@ -61,7 +61,7 @@ help:
 	@echo "make clean       remove $(BUILD)*"
 	@echo "Variables: CC CFLAGS LDFLAGS BUILD PREFIX V=1"
 
-$(BUILD)/k3: $(BUILD)/k3_cli.o $(BUILD)/k3_chat.o $(ENGINE)
+$(BUILD)/k3: $(BUILD)/k3_cli.o $(BUILD)/k3_chat.o $(BUILD)/k3_hop.o $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
@@ -99,11 +99,6 @@ $(BUILD)/test_tier: tests/test_tier.c $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(ENGINE) $(K3_LIBS)
 
-# What a hop costs; not a test. The client is included.
-$(BUILD)/bench_tier: tests/bench_tier.c $(BUILD)/k3.o $(KERNELS)
-	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/k3.o $(KERNELS) $(K3_LIBS)
-
 # Client and server in one program, so without the client's object.
 $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c $(BUILD)/k3.o $(KERNELS)
 	$(call say,CC   $<)
@@ -119,9 +114,9 @@ $(BUILD)/k3_cli_test.o: k3_cli.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(DEMO_DIRS) -Dmain=k3_main -Wno-missing-prototypes -c -o $@ $<
 
-$(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(ENGINE)
+$(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(BUILD)/k3_hop.o $(ENGINE)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/k3_cli_test.o $(ENGINE) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/k3_cli_test.o $(BUILD)/k3_hop.o $(ENGINE) $(K3_LIBS)
 
 $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)

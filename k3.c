@@ -91,7 +91,7 @@ const char *k3_status_name(int status) {
     static const char *const name[] = {"ok",           "I/O error",     "out of memory",
                                        "bad argument", "model refused", "budget too small",
                                        "check failed", "context full",  "cancelled",
-                                       "numeric error"};
+                                       "numeric error", "a far box lied"};
     int i = status >= 0 ? 0 : -status;
     return i < (int)(sizeof name / sizeof *name) ? name[i] : "unknown status";
 }
@@ -3655,6 +3655,7 @@ typedef struct {
     uint32_t n_queue, i_queue; /* ... of them queue[i_queue..n_queue) not asked for yet */
     uint32_t n_far, far_pairs; /* ... asked of far boxes and not settled; their pairs */
     uint32_t n_audit;     /* ... answered, and still to be computed here to compare */
+    bool is_unseen;       /* ... answered, and used as it was */
     bool is_audit;        /* ... answers are computed here too */
     bool is_timed;        /* ... what is not here is read from disk, since begun_ns */
     uint64_t begun_ns;
@@ -3671,6 +3672,7 @@ struct k3_session {
     void *block;
     uint64_t block_bytes;
     bool is_broken;
+    uint64_t n_unseen; /* layers whose far answers were used and not compared */
     k3_trace_fn trace;
     void *trace_user;
     k3_route_fn route;
@@ -4421,7 +4423,7 @@ static void far_begin(step *st) {
     const k3_options *o = &st->e->opt;
     char line[512];
     st->n_far = st->far_pairs = st->n_audit = 0;
-    st->is_audit = false;
+    st->is_audit = st->is_unseen = false;
     st->is_timed = st->e->far != NULL;
     if (!st->e->far) return;
     st->begun_ns = now_ns();
@@ -4435,8 +4437,7 @@ static bool far_ask(step *st, uint32_t il, routed *r) {
     tier *far = st->e->far;
     const struct scratch *b = st->b;
     if (!far) return false;
-    r->is_far = st->T <= st->e->far_rows &&
-                tier_ask(far, il, r->ie, r->n, b->pair_t + r->first, b->pair_w + r->first);
+    r->is_far = tier_ask(far, il, r->ie, r->n, b->pair_t + r->first, b->pair_w + r->first);
     if (!r->is_far) tier_wish(far, il, r->ie);
     st->n_far += r->is_far;
     st->far_pairs += r->is_far ? r->n : 0;
@@ -4472,6 +4473,7 @@ static void far_settled(void *user, uint32_t ie, bool is_served) {
     r->is_far = false;
     r->is_audit = is_served && st->is_audit;
     r->is_computed = is_served && !st->is_audit;
+    st->is_unseen = st->is_unseen || r->is_computed;
     st->n_audit += r->is_audit;
     st->n_far--;
     if (!is_served) st->b->queue[st->n_queue++] = lo;
@@ -4493,20 +4495,22 @@ static void far_audit(step *st) {
     st->n_audit = 0;
 }
 
-/* Q is our own: right. Boxes that said otherwise are done with; but what they said before, and
- * nobody compared, cannot be taken back. */
+/* Q is our own: right. Boxes that said otherwise are done with. When nobody compared what boxes
+ * said in an earlier layer of this session, that may have been wrong too, and with it the state, the
+ * rows that were handed out and the ids drawn from them: only beginning again, from before the first
+ * such answer, makes it right. */
 static int far_judge(step *st, uint32_t il) {
     k3_engine *e = st->e;
+    st->s->n_unseen += st->is_unseen;
     if (!st->is_audit ||
         memcmp(e->far_sums, st->b->moe.Q, st->T * e->sh.latent * sizeof *e->far_sums) == 0)
         return 0;
     tier_ban(e->far);
-    if (e->opt.tier_audit == 1) return 0;
-    return fail(st->err, K3_ECHECK,
-                "layer %u at position %llu: a far box gives wrong expert sums, and not all of its "
-                "answers were compared; what was computed so far may be wrong: run again without "
-                "it",
-                il, (unsigned long long)st->pos);
+    if (st->s->n_unseen == 0) return 0;
+    return fail(st->err, K3_EREDO,
+                "layer %u at position %llu: a far box gives wrong expert sums and is not asked "
+                "again; %llu layers before had answers that were not compared: begin again",
+                il, (unsigned long long)st->pos, (unsigned long long)st->s->n_unseen);
 }
 
 /* A layer's last expert from disk is here: what one costs, when all came from there. */
@@ -4533,8 +4537,8 @@ static int far_open(k3_engine *e, k3_error *err) {
                     sh->n_experts,  sh->latent, sh->expert_inter, sh->top_k};
     int rc = k3_expert_fingerprint(e, &m.fingerprint, err);
     if (rc < 0) return rc;
-    e->far_rows = o->chunk && o->chunk < (int)TIER_MAX_ROWS ? (uint32_t)o->chunk : TIER_MAX_ROWS;
-    tier_options to = {o->tiers, o->tier_key, o->spin_us, e->far_rows};
+    e->far_rows = o->chunk ? (uint32_t)o->chunk : TIER_MAX_ROWS;
+    tier_options to = {o->tiers, o->tier_key, o->spin_us, e->far_rows, o->tier_hedge};
     e->far_bytes = tier_bytes(&m, &to);
     e->far_block = ledger_take(&e->mem, e->far_bytes, "frames of far boxes", err);
     if (!e->far_block) return e->mem.why;
@@ -5158,7 +5162,12 @@ void k3_state_layer(const k3_session *s, uint32_t il, uint64_t n_pos, k3_state_a
 
 void k3_state_resume(k3_session *s, uint64_t n_pos) {
     s->pos = n_pos;
+    s->n_unseen = 0; /* what is in a file is taken for right */
     s->is_broken = false;
+}
+
+bool k3_state_is_doubtful(const k3_session *s) {
+    return s->n_unseen > 0 && s->e->opt.tier_audit > 1;
 }
 
 void *k3_state_begin(k3_engine *e, uint64_t *room) {
@@ -5265,7 +5274,7 @@ uint64_t k3_engine_fingerprint(const k3_engine *e) {
 
 struct k3_snapshot {
     k3_engine *e;
-    uint64_t pos, ids_hash;
+    uint64_t pos, ids_hash, n_unseen;
     uint8_t *block; /* the KDA layers' arrays, one after the other */
     uint64_t block_bytes;
 };
@@ -5291,6 +5300,7 @@ int k3_session_snapshot(k3_session *s, k3_snapshot **out, k3_error *err) {
     if (!snap) return fail(err, K3_ENOMEM, "snapshot: out of memory");
     snap->e = e;
     snap->pos = s->pos;
+    snap->n_unseen = s->n_unseen;
     snap->ids_hash = XXH3_64bits(s->ids, (size_t)s->pos * sizeof *s->ids);
     snap->block_bytes = e->sh.state_bytes;
     snap->block = ledger_take(&e->mem, snap->block_bytes, "snapshot", err);
@@ -5312,6 +5322,7 @@ int k3_session_restore(k3_session *s, const k3_snapshot *snap, k3_error *err) {
                     (unsigned long long)snap->pos, (unsigned long long)s->pos);
     snapshot_copy(s, snap->block, true);
     k3_state_resume(s, snap->pos);
+    s->n_unseen = snap->n_unseen;
     return 0;
 }
 
@@ -5389,7 +5400,7 @@ void k3_session_reset(k3_session *s) {
     for (uint32_t il = 0; il < s->e->sh.n_layers;
          il++) /* cache rows are written before they are read */
         if (!s->e->sh.is_mla[il]) memset(s->state[il], 0, layer_state_bytes(&s->e->sh, il, 0));
-    s->pos = 0;
+    s->pos = s->n_unseen = 0;
     s->is_broken = false;
 }
 
@@ -5470,6 +5481,7 @@ void k3_session_stats(const k3_session *s, k3_stats *out) {
     out->far_asked = far.asked;
     out->far_served = far.served;
     out->far_late = far.late;
+    out->far_hedged = far.hedged;
 }
 
 /* ==== 16. Oracle ===================================================================== */
@@ -5571,6 +5583,7 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
         return fail(
             err, K3_EUSAGE,
             "this machine's fmaf rounds twice or flushes subnormals: it cannot give the hash");
+    if (o->tiers && o->tiers[0] && o->chunk > (int)TIER_MAX_ROWS) e->opt.chunk = TIER_MAX_ROWS;
     e->dir = strdup(o->model_dir);
     e->kern = kernels_pick(o->kernels, err);
     if (!e->kern) return K3_EUSAGE;

@@ -16,6 +16,7 @@
  *   layer      another layer                   range     sums beyond what terms allow
  *   announce   claims to hold everything       model     another fingerprint in the hello
  *   garbage    sums off by one, sealed: only an audit can see it
+ *   lie        sums that change the text, sealed
  *   random     any of those above but garbage, blackhole and stall, frame by frame
  *   pass       nothing
  */
@@ -92,6 +93,9 @@ static void spoil(uint8_t *f, size_t n, const char *how) {
     if (strcmp(how, "garbage") == 0 && tier_get16(p + 2) > 0)
         for (size_t at = n - 8 * 8; at < n; at += 8)
             tier_put64(f + at, tier_get64(f + at) + (1 << 20));
+    if (strcmp(how, "lie") == 0 && tier_get16(p + 2) > 0)
+        for (size_t at = n - 8 * 32; at < n; at += 8)
+            tier_put64(f + at, tier_get64(f + at) + (1ull << 44));
     seal_again(f);
 }
 
@@ -116,7 +120,7 @@ static void pass_reply(int to, uint8_t *f, size_t n) {
         n_kept = 0;
         return;
     }
-    bool is_rare = is_mode("random") || is_mode("garbage") || dice(4) == 0;
+    bool is_rare = is_mode("random") || is_mode("garbage") || is_mode("lie") || dice(4) == 0;
     if (is_rare) spoil(f, n, how);
     if (strcmp(how, "truncate") == 0 && is_rare) n -= 1 + dice((uint32_t)n - 1);
     write_all(to, f, n);
