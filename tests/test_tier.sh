@@ -58,7 +58,7 @@ check() {
     [ -z "${TIMES:-}" ] || date "+%M:%S.%N $1"
     local name=$1 least=$2
     shift 2
-    "$K3" run "${args[@]}" --ram "$ram" --tier-wait "${WAIT:-200000}" "$@" >"$T/out" 2>"$T/err"
+    timeout -k 1 120 "$K3" run "${args[@]}" --ram "$ram" --tier-wait "${WAIT:-200000}" "$@" >"$T/out" 2>"$T/err"
     local rc=$? got served
     got=$(field logits_fnv) served=$(field far_served)
     if [ $rc != 0 ]; then

@@ -8,6 +8,7 @@
  *
  *   delay      each reply waits 2 ms           stall     after 20 replies nothing more comes
  *   drop       a third of the replies          blackhole accepts, and that is all
+ *   mute       no reply ever, but all else
  *   truncate   replies end early, stream goes on
  *   corrupt    a flipped bit in a reply        upcorrupt a flipped bit in a request
  *   reorder    a reply and the next swapped    duplicate each reply twice
@@ -102,7 +103,7 @@ static void spoil(uint8_t *f, size_t n, const char *how) {
 static void pass_reply(int to, uint8_t *f, size_t n) {
     const char *how = is_mode("random") ? pick_mode() : mode;
     n_replies++;
-    if (is_mode("stall") && n_replies > 20) return;
+    if (is_mode("mute") || (is_mode("stall") && n_replies > 20)) return;
     if (strcmp(how, "delay") == 0) usleep(2000);
     if (strcmp(how, "drop") == 0 && dice(3) == 0) return;
     if (strcmp(how, "midframe") == 0 && (is_mode("random") || dice(10) == 0)) {
