@@ -88,10 +88,17 @@ static int fail_in(k3_error *err, int status, const char *fmt, ...) {
 }
 
 const char *k3_status_name(int status) {
-    static const char *const name[] = {"ok",           "I/O error",     "out of memory",
-                                       "bad argument", "model refused", "budget too small",
-                                       "check failed", "context full",  "cancelled",
-                                       "numeric error", "a far box lied"};
+    static const char *const name[] = {"ok",
+                                       "I/O error",
+                                       "out of memory",
+                                       "bad argument",
+                                       "model refused",
+                                       "budget too small",
+                                       "check failed",
+                                       "context full",
+                                       "cancelled",
+                                       "numeric error",
+                                       "a far box lied"};
     int i = status >= 0 ? 0 : -status;
     return i < (int)(sizeof name / sizeof *name) ? name[i] : "unknown status";
 }

@@ -397,7 +397,8 @@ static const cli_option OPTION[] = {
     {"--tier-hedge", NULL, KIND_FLAG, AT(tier_hedge), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
      "a box that takes twice its usual time: ask another that holds the same\n"
      "as well; the first answer counts"},
-    {"--tier-audit", "1/N", KIND_PART, AT(tier_audit), RUN | CHAT | BENCH, G_TIER, NULL, 1, 1u << 30,
+    {"--tier-audit", "1/N", KIND_PART, AT(tier_audit), RUN | CHAT | BENCH, G_TIER, NULL, 1,
+     1u << 30,
      "compute one layer in N here as well; a box whose sums differ is never\n"
      "asked again. With 1/1 no answer is used unseen. Else the answer begins\n"
      "again without the box: what it ends with is right, and if text that is\n"
@@ -1201,8 +1202,8 @@ typedef struct {
     size_t cap_text, n_out; /* of which n_out bytes were written              */
     k3_utf8 utf8;
     outfile dump, trace, routing;
-    char *shown; /* begun again: what was written the first time ...       */
-    size_t n_shown;         /* ... must come out the same                     */
+    char *shown;    /* begun again: what was written the first time ...       */
+    size_t n_shown; /* ... must come out the same                     */
     uint64_t trace_fnv;
     uint64_t load_ns, prompt_ns, gen_ns; /* gen: n_step ids run after the prompt */
     uint64_t n_step;
@@ -1447,8 +1448,8 @@ static int outfile_again(outfile *o) {
     if (fflush(o->f) != 0 || fstat(fileno(o->f), &st) != 0)
         return fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
     if (!S_ISREG(st.st_mode))
-        return fail(FAIL_CHECK, "%s: what was written is wrong: a far box lied; run again without it",
-                    o->path);
+        return fail(FAIL_CHECK,
+                    "%s: what was written is wrong: a far box lied; run again without it", o->path);
     rewind(o->f);
     return outfile_begin(o);
 }

@@ -58,12 +58,12 @@ typedef struct {
     tier *far;
     void *block;
     uint64_t seed;
-    uint8_t *room;           /* one expert's bytes       */
-    float *zp, *hp, *local;  /* packed z, packed h, tile */
-    int64_t *Q;              /* i64[latent], of the last answer */
+    uint8_t *room;          /* one expert's bytes       */
+    float *zp, *hp, *local; /* packed z, packed h, tile */
+    int64_t *Q;             /* i64[latent], of the last answer */
     question q[N_QUESTIONS * N_CHAIN];
-    sample *samples;         /* [requests] */
-    double *sorted;          /* [requests] */
+    sample *samples;          /* [requests] */
+    double *sorted;           /* [requests] */
     uint64_t n_vain, n_wrong; /* requests without an answer; answers with a wrong bit */
 } hop;
 
@@ -255,10 +255,12 @@ static bool hop_ask(hop *h, const question *q, const float *z, sample *s) {
     tier_join(h->far, true, h->Q, hop_settled, &n_served);
     double total = (double)(clock_ns() - start);
     tier_stats_get(h->far, &st);
-    const double part[N_PARTS] = {
-        [TOTAL] = total,          [PACK] = (double)st.pack_ns,
-        [SEND] = (double)st.send_ns, [QUEUE] = (double)st.queue_ns,
-        [COMPUTE] = (double)st.compute_ns, [JOIN] = (double)st.join_ns};
+    const double part[N_PARTS] = {[TOTAL] = total,
+                                  [PACK] = (double)st.pack_ns,
+                                  [SEND] = (double)st.send_ns,
+                                  [QUEUE] = (double)st.queue_ns,
+                                  [COMPUTE] = (double)st.compute_ns,
+                                  [JOIN] = (double)st.join_ns};
     for (int i = 0; i < N_PARTS; i++) s->ns[i] += part[i];
     s->ns[REPLY] += total - part[PACK] - part[SEND] - part[QUEUE] - part[COMPUTE] - part[JOIN];
     return n_asked == q->n && n_served == q->n && st.n_up > 0;
@@ -313,7 +315,7 @@ static int hop_print(const char *addr, const char *what, const char *const *cell
 }
 
 static int hop_head(void) {
-    static const char *const cell[] = {"p50_us", "p95_us", "p99_us",  "pack",  "send",
+    static const char *const cell[] = {"p50_us", "p95_us",  "p99_us", "pack", "send",
                                        "queue",  "compute", "reply",  "join"};
     return hop_print("address", "request", cell, COUNT(cell));
 }
@@ -369,12 +371,12 @@ static int hop_sustain(hop *h, uint32_t n_chain) {
     uint64_t grown = after > before ? after - before : 0;
     n *= n_chain;
     bool is_noise = grown <= RSS_NOISE;
-    printf("# %s: sustain %.1f s, %llu requests, %.0f a second, box memory %llu before, %llu after: "
-           "%.3f bytes a request; %llu timeouts\n",
-           h->addr, seconds, (unsigned long long)n, (double)n / seconds,
-           (unsigned long long)before, (unsigned long long)after,
-           n && !is_noise ? (double)grown / (double)n : 0.0,
-           (unsigned long long)(h->n_vain - n_vain));
+    printf(
+        "# %s: sustain %.1f s, %llu requests, %.0f a second, box memory %llu before, %llu after: "
+        "%.3f bytes a request; %llu timeouts\n",
+        h->addr, seconds, (unsigned long long)n, (double)n / seconds, (unsigned long long)before,
+        (unsigned long long)after, n && !is_noise ? (double)grown / (double)n : 0.0,
+        (unsigned long long)(h->n_vain - n_vain));
     if (!is_noise && grown >= n)
         return fail(FAIL_CHECK, "%s: its memory grew by %llu bytes in %llu requests", h->addr,
                     (unsigned long long)grown, (unsigned long long)n);

@@ -72,8 +72,8 @@ typedef struct {
 
 typedef struct {
     uint64_t asked, served;        /* experts                                               */
-    uint64_t late;                 /* answers after their deadline, after a second box's, or never */
-    uint64_t hedged;               /* questions that a second box was asked as well         */
+    uint64_t late;   /* answers after their deadline, after a second box's, or never */
+    uint64_t hedged; /* questions that a second box was asked as well         */
     uint64_t lost;                 /* connections that ended                                */
     uint64_t refused;              /* answers that were not believed                        */
     uint64_t queue_ns, compute_ns; /* of the last answer, as its box says */

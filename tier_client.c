@@ -22,11 +22,11 @@
 /* ==== 1. Boxes ======================================================================= */
 
 enum {
-    MISSES = 3,            /* in a row, and a box is left alone; an answer makes up for half a miss */
-    REST = 40,             /* times as long as the last miss took, at least: what it costs is 1/40 */
-    DIAL_MS = 3000,        /* for each address of a name             */
-    FIRST_PAUSE_MS = 50,   /* until the next try; doubled each time  */
-    LAST_DIAL_MS = 2000,   /* longest pause when nobody is there     */
+    MISSES = 3,          /* in a row, and a box is left alone; an answer makes up for half a miss */
+    REST = 40,           /* times as long as the last miss took, at least: what it costs is 1/40 */
+    DIAL_MS = 3000,      /* for each address of a name             */
+    FIRST_PAUSE_MS = 50, /* until the next try; doubled each time  */
+    LAST_DIAL_MS = 2000, /* longest pause when nobody is there     */
     LAST_PAUSE_MS = 30000, /* longest pause when a box misbehaves    */
     STOP_MS = 100          /* how soon a background wait sees a stop */
 };
@@ -476,8 +476,8 @@ static void box_ask(box *b, uint64_t now) {
     b->sent_ns = now;
     b->hedge_ns = now + (usual > 0 && usual < (double)wait / 2 ? (uint64_t)usual : wait / 2);
     if (!b->is_mine) return;
-    size_t n = box_write_request(
-        b, t->z, wait / 1000 < UINT32_MAX ? (uint32_t)(wait / 1000) : UINT32_MAX);
+    size_t n =
+        box_write_request(b, t->z, wait / 1000 < UINT32_MAX ? (uint32_t)(wait / 1000) : UINT32_MAX);
     b->n_out = tier_seal(b->out, TIER_REQUEST, b->id, (uint32_t)n);
     b->i_out = 0;
     uint64_t packed = clock_ns();

@@ -110,11 +110,18 @@ loses() {
 table inet lossy {
     chain input {
         type filter hook input priority 0; policy accept;
-        meta l4proto tcp numgen random mod 100 < $1 drop
+        meta l4proto tcp numgen random mod 100 < $1 counter drop
     }
 }
 RULES
     done
+}
+n_lost() { # packets dropped so far
+    local ns
+    for ns in $A $B; do
+        ip netns exec $ns iptables -L INPUT -v -n -x 2>/dev/null | awk '/DROP/ { print $1 }'
+        ip netns exec $ns nft list table inet lossy 2>/dev/null | sed -n 's/.*counter packets \([0-9]*\).*/\1/p'
+    done | awk '{ n += $1 } END { print n + 0 }'
 }
 finds() { # nothing is lost any more
     local ns
@@ -126,6 +133,12 @@ finds() { # nothing is lost any more
 if loses 5; then
     check "one packet in 20 lost" 1 8 --tier-wait 1000000
     check "one packet in 20 lost, and no patience" 0 24 --tier-wait 2000
+    if [ "$(n_lost)" -gt 0 ]; then
+        n_passed=$((n_passed + 1))
+    else
+        n_failed=$((n_failed + 1))
+        echo "FAIL loss: no packet was dropped"
+    fi
 else
     n_skipped=$((n_skipped + 1))
     echo "tier_net: SKIP loss: neither iptables' statistic match nor nft's numgen works here"
