@@ -296,7 +296,7 @@ static const char *box_take_reply(box *b, const uint8_t *p, size_t n, int64_t *Q
     }
     b->t->stats.queue_ns = r.queue_ns;
     b->t->stats.compute_ns = r.compute_ns;
-    b->has_part = n_served > 0;
+    b->has_part = b->has_part || n_served > 0;
     box_answered(b, n_served);
     box *slow = b->is_second ? b->twin : NULL;
     box_settle(b, n_served ? r.served : NULL, fn, user);
@@ -465,7 +465,7 @@ static void sleep_on(struct pollfd *fds, nfds_t n, uint64_t ns) {
     ppoll(fds, n, &ts, NULL);
 }
 
-/* Send the question that a box's list stands for. Where none is out, nothing is waited for. */
+/* Send the question that a box's list stands for. Of a box that is gone tier_join takes notice. */
 static void box_ask(box *b, uint64_t now) {
     tier *t = b->t;
     uint64_t wait = t->deadline_ns > now ? t->deadline_ns - now : 0;

@@ -114,7 +114,7 @@ static void attack_client(size_t n) {
     static const uint32_t row[ROWS] = {0, 1, 2, 3};
     static const float w[ROWS] = {1, 1, 1, 1};
     static float z[ROWS * 256];
-    tier_options o = {none, NULL, 0, ROWS};
+    tier_options o = {.boxes = none, .max_rows = ROWS};
     uint64_t used = 0;
     uint32_t n_settled = 0;
     int fds[2];
