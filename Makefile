@@ -31,6 +31,16 @@ K3_FLAGS_avx512 = -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma \
                   -mprefer-vector-width=512
 K3_FLAGS_neon   =
 
+# The GPU arm of k3-tier: `make gpu`, and from then on whatever is built in this BUILD.
+GPU        ?= $(if $(wildcard $(BUILD)/gpu_tier.o),1)
+NVCC       ?= $(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc)
+CUDA_HOME  ?= $(patsubst %/bin/nvcc,%,$(NVCC))
+NVCC_BITS   = -std=c++17 --fmad=false --ftz=false --prec-div=true --prec-sqrt=true
+GPU_KNOWN   = $(shell $(NVCC) --list-gpu-arch 2>/dev/null)
+GPU_ARCHS  ?= $(foreach n,80 89 90 100 120,$(if $(filter compute_$(n),$(GPU_KNOWN)),$(n)))
+GPU_LIBS    = -L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt
+GPU_OBJECTS = $(BUILD)/gpu_tier.o
+
 ALL_CFLAGS = $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_OMP) $(K3_SAN) $(K3_SETS:%=-DK3_HAVE_%) -MMD -MP
 DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/k3/demo"'
 
@@ -43,13 +53,16 @@ TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
           $(BUILD)/replay_state $(BUILD)/replay_tier
 
-.PHONY: all demo test test-model test-big asan tsan neon fuzz bench golden install clean help
+.PHONY: all gpu demo test test-gpu test-model test-big asan tsan neon fuzz bench golden install \
+        clean help
 all: $(BUILD)/k3 $(BUILD)/k3-tier
 
 help:
 	@echo "make             build $(BUILD)/k3 ($(CC), $(K3_TARGET): ref $(K3_SETS)$(K3_EDIT:%= lib%))"
+	@echo "make gpu         the same, with the GPU arm of k3-tier (nvcc)"
 	@echo "make demo        install what is missing, build, run the bundled model"
 	@echo "make test        all tests that need no big weights and no network"
+	@echo "make test-gpu    the GPU arm against the CPU's bits (nvcc and a device)"
 	@echo "make test-model  the tests of a real directory: MODEL=DIR"
 	@echo "make test-big    exp, tanh, sigmoid over every f32 input; streaming at true"
 	@echo "                 dimensions (half an hour, 24 GB of disk: BIG_DIR)"
@@ -65,9 +78,27 @@ $(BUILD)/k3: $(BUILD)/k3_cli.o $(BUILD)/k3_chat.o $(BUILD)/k3_hop.o $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
-$(BUILD)/k3-tier: $(BUILD)/tier_server.o $(ENGINE)
+$(BUILD)/k3-tier: $(BUILD)/tier_server$(GPU:1=_gpu).o $(GPU:1=$(GPU_OBJECTS)) $(ENGINE)
 	$(call say,LD   $@)
-	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS) $(GPU:1=$(GPU_LIBS))
+
+gpu:
+	$(Q)command -v "$(NVCC)" >/dev/null || { echo "make gpu: no nvcc; install the CUDA toolkit 12.4 or \
+	newer, or say NVCC=PATH"; exit 1; }
+	$(Q)$(MAKE) --no-print-directory GPU=1 all
+
+$(BUILD)/tier_server_gpu.o: tier_server.c | $(BUILD)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -DK3_HAVE_GPU -c -o $@ $<
+
+$(BUILD)/gpu_tier.o: gpu_tier.cu gpu_tier.h kernels.h | $(BUILD)
+	$(call say,NVCC $<)
+	$(Q)$(NVCC) -O3 $(NVCC_BITS) $(foreach n,$(GPU_ARCHS),-gencode=arch=compute_$(n),code=sm_$(n)) \
+	  -gencode=arch=compute_$(lastword $(GPU_ARCHS)),code=compute_$(lastword $(GPU_ARCHS)) -c -o $@ $<
+
+$(BUILD)/test_gpu: tests/test_gpu.c $(GPU_OBJECTS) $(BUILD)/k3.o $(PARTS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS) $(GPU_LIBS)
 
 $(BUILD)/kernels_%.o: kernels_%.c | $(BUILD)
 	$(call say,CC   $<)
@@ -146,6 +177,9 @@ demo:
 
 test: all $(TESTS) $(REPLAYS)
 	$(Q)CC="$(CC)" BUILD=$(BUILD) K3_SAN="$(K3_SAN)" tests/run.sh $(TEST_ARGS)
+
+test-gpu:
+	$(Q)BUILD=$(BUILD) NVCC="$(NVCC)" tests/test_gpu.sh
 
 test-model: all $(TESTS)
 	$(Q)test -n "$(MODEL)" || { echo "make test-model MODEL=DIR"; exit 2; }

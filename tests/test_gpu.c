@@ -1,0 +1,375 @@
+/* test_gpu.c - the GPU arm against the CPU's bits. Prints SKIP (exit 77) where there is no device.
+ *
+ *   test_gpu              every case
+ *   test_gpu --quick      a few of each, for compute-sanitizer
+ *   test_gpu --million    a million requests; memory of the device and of the process must not grow
+ *
+ * The expected sums come from experts.h with the CPU's kernels: the reference table at small widths,
+ * the fastest one (which test_kernels holds against the reference) at K3's.
+ */
+#include "../experts.h"
+#include "../gpu_tier.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+static uint64_t n_passed, n_failed, seed = 1;
+static char why[512];
+
+static void check(bool is_good, const char *what, uint64_t at) {
+    n_passed += is_good;
+    n_failed += !is_good;
+    if (!is_good && n_failed < 20) printf("FAIL %s (%llu)\n", what, (unsigned long long)at);
+}
+
+static uint64_t next(void) { /* splitmix64 */
+    uint64_t x = seed += 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+static uint32_t below(uint32_t n) { return (uint32_t)(next() % n); }
+static float uniform(void) { return (float)(next() >> 40) * 0x1p-23f - 1.0f; }
+
+/* Most near 1, some of any size from 2^-40 to 2^12, some zero, some subnormal. */
+static float heavy(void) {
+    uint32_t k = below(100);
+    if (k < 2) return 0.0f;
+    if (k < 4) return uniform() * 0x1p-130f;
+    if (k < 20) return ldexpf(uniform(), (int)below(53) - 40);
+    return uniform();
+}
+
+/* ---- The model: experts in memory as on disk ---- */
+
+typedef struct {
+    uint32_t latent, inter, n;
+    uint8_t *bytes;
+    uint64_t one; /* bytes of an expert */
+    expert_math math;
+    float *zp, *hp, *local;
+} model;
+
+static uint64_t part(const model *m, int k) {
+    uint64_t q = (uint64_t)m->latent * m->inter / 2;
+    return k % 2 ? q / 16 : q;
+}
+
+static expert_view expert_of(const model *m, uint32_t e) {
+    expert_view x;
+    const uint8_t *p = m->bytes + e * m->one;
+    for (int k = 0; k < N_EXPERT_TENSORS; p += part(m, k++)) x.p[k] = p;
+    return x;
+}
+
+/* Scale codes: `spread` 0 as real experts have them, else any code in w1 and w3 of every other
+ * expert (252 overflows: then the term is bad on both sides), and wide ones in w2. */
+static void fill_expert(model *m, uint32_t e, int spread) {
+    uint8_t *p = m->bytes + e * m->one;
+    for (int k = 0; k < N_EXPERT_TENSORS; k++) {
+        for (uint64_t i = 0; i < part(m, k); i++)
+            if (k % 2 == 0)
+                p[i] = (uint8_t)next();
+            else if (spread && e % 2 && k < W2_PACKED)
+                p[i] = below(16) ? (uint8_t)(100 + below(30)) : (uint8_t)below(253);
+            else
+                p[i] = (uint8_t)(spread ? 90 + below(38) : 114 + below(8));
+        p += part(m, k);
+    }
+}
+
+static void model_make(model *m, const char *kernels, uint32_t latent, uint32_t inter, uint32_t n,
+                       int spread, uint32_t max_rows) {
+    *m = (model){.latent = latent, .inter = inter, .n = n};
+    for (int k = 0; k < N_EXPERT_TENSORS; k++) m->one += part(m, k);
+    m->bytes = malloc(n * m->one);
+    m->math = (expert_math){k3_kernels_find(kernels), latent, inter, 4.0f, 25.0f};
+    m->zp = aligned_alloc(64, max_rows * (uint64_t)latent * 4);
+    m->hp = aligned_alloc(64, max_rows * (uint64_t)inter * 4);
+    m->local = aligned_alloc(64, 2ull * max_rows * ROW_TILE * 4);
+    for (uint32_t e = 0; e < n; e++) fill_expert(m, e, spread);
+}
+
+static void model_free(model *m) {
+    free(m->bytes);
+    free(m->zp);
+    free(m->hp);
+    free(m->local);
+}
+
+/* ---- A request and its sums ---- */
+
+typedef struct {
+    uint32_t n_rows, n_items, n_pairs;
+    float *z, *w;
+    uint32_t *row;
+    gpu_item *items;
+    int64_t *Q, *want;
+    uint8_t *bad, *want_bad;
+} request;
+
+static void request_make(request *r, uint32_t latent, uint32_t rows, uint32_t items,
+                         uint32_t pairs) {
+    r->z = malloc(rows * (uint64_t)latent * 4);
+    r->w = malloc(pairs * 4ull);
+    r->row = malloc(pairs * 4ull);
+    r->items = malloc(items * sizeof *r->items);
+    r->Q = malloc(rows * (uint64_t)latent * 8);
+    r->want = malloc(rows * (uint64_t)latent * 8);
+    r->bad = malloc(items);
+    r->want_bad = malloc(items);
+}
+
+static void request_free(request *r) {
+    free(r->z);
+    free(r->w);
+    free(r->row);
+    free(r->items);
+    free(r->Q);
+    free(r->want);
+    free(r->bad);
+    free(r->want_bad);
+}
+
+/* Every row takes top_k experts of the first `n_experts`, at random; `is_all`: the same ones. */
+static void request_fill(request *r, const model *m, uint32_t n_rows, uint32_t n_experts,
+                         uint32_t top_k, bool is_all) {
+    static uint8_t takes[512][1024];
+    memset(takes, 0, sizeof takes);
+    r->n_rows = n_rows;
+    r->n_items = r->n_pairs = 0;
+    for (uint64_t i = 0; i < (uint64_t)n_rows * m->latent; i++) r->z[i] = heavy();
+    for (uint32_t t = 0; t < n_rows; t++)
+        for (uint32_t k = 0; k < top_k;) {
+            uint32_t e = is_all ? k : below(n_experts);
+            k += !takes[t][e];
+            takes[t][e] = 1;
+        }
+    for (uint32_t e = 0; e < n_experts; e++) {
+        gpu_item it = {m->n - 1 - e, r->n_pairs, 0, 0}; /* slots the other way round */
+        for (uint32_t t = 0; t < n_rows; t++)
+            if (takes[t][e]) {
+                r->row[r->n_pairs] = t;
+                r->w[r->n_pairs++] = uniform() * 2.5f;
+                it.n++;
+            }
+        if (it.n) r->items[r->n_items++] = it;
+    }
+}
+
+static void request_expect(request *r, model *m) {
+    size_t lat = m->latent, inter = m->inter;
+    int64_t *term = malloc(lat * 8);
+    memset(r->want, 0, r->n_rows * lat * 8);
+    for (uint32_t x = 0; x < r->n_items; x++) {
+        const gpu_item *it = &r->items[x];
+        expert_view v = expert_of(m, it->slot);
+        r->want_bad[x] = 0;
+        for (uint32_t j = 0; j < it->n; j++) {
+            m->math.k->pack(m->zp, 1, 0, r->z + r->row[it->first + j] * lat, lat);
+            for (size_t row = 0; row < inter; row += ROW_TILE)
+                expert_inner_rows(&m->math, &v, row, tile_rows(row, inter), m->zp, 1, m->hp,
+                                  m->local);
+            memset(term, 0, lat * 8);
+            for (size_t row = 0; row < lat; row += ROW_TILE) {
+                size_t n = tile_rows(row, lat);
+                expert_outer_rows(&m->math, &v, row, n, m->hp, 1, m->local);
+                if (m->math.k->add_q40(term + row, m->local, r->w[it->first + j], n) != n)
+                    r->want_bad[x] = 1;
+            }
+            for (size_t i = 0; i < lat; i++) r->want[r->row[it->first + j] * lat + i] += term[i];
+        }
+    }
+    free(term);
+}
+
+static bool request_run(gpu *g, request *r, uint32_t latent) {
+    int n_bad = 0;
+    memset(r->Q, 0, r->n_rows * (uint64_t)latent * 8);
+    if (gpu_begin(g, r->z, r->n_rows, r->items, r->n_items, r->row, r->w, r->n_pairs, why,
+                  sizeof why) < 0 ||
+        (n_bad = gpu_end(g, r->Q, r->bad, why, sizeof why)) < 0) {
+        printf("%s\n", why);
+        return false;
+    }
+    return true;
+}
+
+/* Run, and again without what went bad, as the server does. */
+static void request_check(gpu *g, request *r, model *m, const char *what) {
+    uint32_t n = 0;
+    bool is_any = false;
+    request_expect(r, m);
+    check(request_run(g, r, m->latent), what, 0);
+    for (uint32_t x = 0; x < r->n_items; x++) {
+        check(r->bad[x] == r->want_bad[x], what, x);
+        is_any = is_any || r->want_bad[x];
+        if (!r->want_bad[x]) r->items[n++] = r->items[x];
+    }
+    if (is_any) {
+        uint32_t n_pairs = r->n_pairs;
+        r->n_items = n;
+        if (n == 0) return;
+        request_expect(r, m);
+        check(request_run(g, r, m->latent), what, 1);
+        r->n_pairs = n_pairs;
+    }
+    check(memcmp(r->Q, r->want, r->n_rows * (uint64_t)m->latent * 8) == 0, what, 2);
+}
+
+/* ---- Cases ---- */
+
+static gpu *open_for(const model *m, uint32_t max_rows, uint32_t top_k) {
+    gpu *g;
+    gpu_options o = {m->latent, m->inter, max_rows, 1024, max_rows * top_k, 4.0f, 25.0f, 0,
+                     m->n * (gpu_slot_bytes(m->latent, m->inter) + 4)};
+    if (gpu_open(&g, &o, why, sizeof why) < 0) {
+        printf("SKIP GPU: %s\n", why);
+        exit(77);
+    }
+    for (uint32_t e = 0; e < m->n; e++) {
+        expert_view x = expert_of(m, e);
+        if (gpu_upload(g, e, x.p, why, sizeof why) < 0) {
+            printf("FAIL upload: %s\n", why);
+            exit(1);
+        }
+    }
+    return g;
+}
+
+/* Widths that fill no tile or chunk, and every scale code. */
+static void test_small(bool is_quick) {
+    static const uint32_t width[][2] = {{32, 32},   {64, 96},   {96, 32},  {128, 128}, {160, 416},
+                                        {352, 128}, {512, 288}, {32, 800}, {288, 64}};
+    for (size_t i = 0; i < sizeof width / sizeof *width; i++) {
+        model m;
+        request r;
+        uint32_t n_experts = i == 1 && !is_quick ? 896 : 48;
+        model_make(&m, "ref", width[i][0], width[i][1], n_experts, 1, 1);
+        request_make(&r, m.latent, 64, n_experts, 64 * 32);
+        gpu *g = open_for(&m, 64, 32);
+        for (uint32_t rows = 1; rows <= 64; rows += is_quick || i > 1 ? 21 : 1) {
+            request_fill(&r, &m, rows, n_experts, 1 + below(32), false);
+            request_check(g, &r, &m, "small");
+        }
+        for (uint32_t top_k = 1; top_k <= 32; top_k += is_quick ? 15 : 1) {
+            request_fill(&r, &m, 1, n_experts, top_k, top_k % 2);
+            request_check(g, &r, &m, "top_k");
+        }
+        gpu_close(g);
+        request_free(&r);
+        model_free(&m);
+    }
+}
+
+/* One weight a row: with z = 1 in one place, h = SiTU of single weights, for every code and nibble.
+ * Seen whole in Q: w2 picks one of them. */
+static void test_codes(void) {
+    model m;
+    request r;
+    model_make(&m, "ref", 512, 512, 1, 0, 1);
+    request_make(&r, 512, 1, 1, 1);
+    uint64_t q = part(&m, 0), s = part(&m, 1);
+    for (int pass = 0; pass < 32; pass++) {
+        uint8_t *b = m.bytes;
+        for (uint64_t row = 0; row < 512; row++)
+            for (uint64_t i = 0; i < 256; i++) {
+                b[row * 256 + i] = (uint8_t)(row * 7 + i + pass * 5);
+                b[q + s + row * 256 + i] = (uint8_t)(row * 3 + i * 11 + pass);
+            }
+        for (uint64_t i = 0; i < s; i++) {
+            b[q + i] = (uint8_t)((i * 31 + pass * 8) % 253);
+            b[2 * q + s + i] = (uint8_t)((i * 17 + pass * 8 + 3) % 253);
+            b[3 * q + 2 * s + i] = (uint8_t)((i + pass * 8) % 125); /* w2 */
+        }
+        gpu *g = open_for(&m, 1, 1);
+        for (int k = 0; k < 64; k++) {
+            uint32_t at = (uint32_t)(k * 8 + pass % 8);
+            r.n_rows = r.n_items = r.n_pairs = 1;
+            r.items[0] = (gpu_item){0, 0, 1, 0};
+            r.row[0] = 0;
+            r.w[0] = 1.0f;
+            for (int i = 0; i < 512; i++) r.z[i] = i == (int)at ? 1.0f : pass % 2 ? 0.0f : -0.0f;
+            request_check(g, &r, &m, "codes");
+        }
+        gpu_close(g);
+    }
+    request_free(&r);
+    model_free(&m);
+}
+
+static void test_true(bool is_quick) {
+    static const uint32_t rows[] = {1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64};
+    model m;
+    request r;
+    const char *best = k3_kernels_find("avx512") && k3_kernels_avx512.is_supported() ? "avx512"
+                       : k3_kernels_find("avx2") ? "avx2" : "ref";
+    model_make(&m, best, 3584, 3072, is_quick ? 4 : 40, 0, 1);
+    request_make(&r, 3584, 64, 40, 64 * 16);
+    gpu *g = open_for(&m, 64, 16);
+    for (size_t i = 0; i < (is_quick ? 3 : sizeof rows / sizeof *rows); i++) {
+        request_fill(&r, &m, rows[i], m.n, is_quick ? 2 : rows[i] > 16 ? 4 : 16, false);
+        request_check(g, &r, &m, "true widths");
+    }
+    for (int again = 0; again < 20 && !is_quick; again++) {
+        request_fill(&r, &m, 1, m.n, 1 + below(16), false);
+        request_check(g, &r, &m, "true widths, one row");
+    }
+    r.w[0] = 1e30f; /* a term out of range, and a NaN */
+    request_check(g, &r, &m, "bad term");
+    gpu_close(g);
+    request_free(&r);
+    model_free(&m);
+}
+
+static uint64_t rss_bytes(void) {
+    unsigned long long pages = 0;
+    FILE *f = fopen("/proc/self/statm", "r");
+    if (!f || fscanf(f, "%*s %llu", &pages) != 1) pages = 0;
+    if (f) fclose(f);
+    return pages * (uint64_t)sysconf(_SC_PAGESIZE);
+}
+
+static void test_million(void) {
+    model m;
+    request r;
+    uint64_t rss = 0, vram = 0;
+    model_make(&m, "ref", 128, 128, 64, 0, 1);
+    request_make(&r, 128, 8, 64, 8 * 16);
+    gpu *g = open_for(&m, 8, 16);
+    for (int i = 0; i < 1000000; i++) {
+        if (i % 1000 == 0) request_fill(&r, &m, 1 + below(8), 64, 1 + below(16), false);
+        if (i % 50000 == 0)
+            request_check(g, &r, &m, "million");
+        else if (!request_run(g, &r, 128))
+            check(false, "million", (uint64_t)i);
+        if (i == 100000) {
+            rss = rss_bytes();
+            vram = gpu_free_bytes(g);
+        }
+    }
+    printf("memory of the process %+lld bytes, free VRAM %+lld\n",
+           (long long)(rss_bytes() - rss), (long long)(gpu_free_bytes(g) - vram));
+    check(rss_bytes() <= rss + (64 << 10), "memory of the process grew", rss_bytes() - rss);
+    check(gpu_free_bytes(g) >= vram, "memory of the device grew", vram - gpu_free_bytes(g));
+    gpu_close(g);
+    request_free(&r);
+    model_free(&m);
+}
+
+int main(int argc, char **argv) {
+    bool is_quick = argc > 1 && strcmp(argv[1], "--quick") == 0;
+    fp_default();
+    if (argc > 1 && strcmp(argv[1], "--million") == 0) {
+        test_million();
+    } else {
+        test_small(is_quick);
+        if (!is_quick) test_codes();
+        test_true(is_quick);
+    }
+    printf("test_gpu: %llu passed, %llu failed\n", (unsigned long long)n_passed,
+           (unsigned long long)n_failed);
+    return n_failed > 0;
+}
