@@ -2216,6 +2216,7 @@ typedef struct {
     enum slot_state state;
     bool is_pinned, is_guess, is_doomed;
     bool is_kept; /* named in the file of pins: stays for good, beside the quota */
+    bool is_fill; /* read because the slot was empty; among the held from the start */
     int n_reqs;
     io_req req[N_EXPERT_TENSORS];
 } slot;
@@ -2273,6 +2274,7 @@ struct k3_engine {
     double disk_ns, pair_ns; /* running: one more expert from disk, one (position, expert) */
     int64_t *far_sums; /* [far_rows][latent] answers that are computed here too; NULL: none */
     uint64_t far_seed;
+    slot *far_fill; /* the last slot that was filled with what a box serves; NULL: none */
 };
 
 /* Read n bytes to `to` by way of the bounce buffer; `sum` is their XXH3, or NULL. What is too long
@@ -2767,7 +2769,7 @@ static bool slot_is_busy(k3_engine *e, const slot *s) {
 static void store_free(k3_engine *e, slot *s) {
     store *st = &e->store;
     s->state = SLOT_FREE;
-    s->is_pinned = s->is_guess = s->is_doomed = false;
+    s->is_pinned = s->is_guess = s->is_doomed = s->is_fill = false;
     st->free[st->n_free++] = (uint32_t)(s - st->slots);
 }
 
@@ -2827,7 +2829,7 @@ static bool store_fetch(k3_engine *e, uint32_t il, uint32_t ie, enum io_urgency 
     s->heat = 0.0f;
     s->state = SLOT_READING;
     s->is_guess = u == IO_GUESS;
-    s->is_kept = false;
+    s->is_kept = s->is_fill = false;
     s->n_reqs = expert_requests(e, il, ie, st->bytes + (uint64_t)i * st->slot_bytes, s->req);
     *store_at(e, il, ie) = (int32_t)i;
     for (int k = 0; k < s->n_reqs; k++) disk_submit(&e->io, &s->req[k], u);
@@ -2847,7 +2849,8 @@ static int store_arrived(k3_engine *e, slot *s, expert_view *x, k3_error *err) {
         int rc = expert_check(&e->sh, s->il, s->ie, x, &e->files, err);
         if (rc < 0) return rc;
         s->state = SLOT_FULL;
-        if (!s->is_kept) e->store.n_held[s->il - e->sh.n_dense]++;
+        if (!s->is_kept && !s->is_fill) e->store.n_held[s->il - e->sh.n_dense]++;
+        s->is_fill = false;
     }
     expert_locate(e, s->il, s->ie, s->req, s->n_reqs, x);
     return 1;
@@ -2892,7 +2895,9 @@ static void store_recover(k3_engine *e) {
     for (uint32_t i = 0; i < st->n_slots; i++) {
         slot *s = &st->slots[i];
         s->is_pinned = false;
-        if (s->state == SLOT_READING && !s->is_doomed) store_drop(e, s);
+        if (s->state != SLOT_READING || s->is_doomed) continue;
+        e->store.n_held[s->il - e->sh.n_dense] -= s->is_fill;
+        store_drop(e, s);
     }
     st->n_guess = 0;
     for (uint32_t il = e->sh.n_dense; st->n_slots > 0 && il < e->sh.n_layers; il++)
@@ -3361,8 +3366,8 @@ static void plan_divide(k3_engine *e, uint64_t left, uint64_t n_pins) {
     if (n < staging) n = staging;
     if (n > staging + n_all) n = staging + n_all;
     p->n_pinned = n - staging < n_pins ? (uint32_t)(n - staging) : (uint32_t)n_pins;
-    if (n - staging == n_all) p->n_pinned = 0; /* all will stay anyway */
-    p->quota = n_moe ? (uint32_t)((n - staging - p->n_pinned) / n_moe) : 0;
+    uint64_t shared = n - staging == n_all ? n_all : n - staging - p->n_pinned; /* all: all stay */
+    p->quota = n_moe ? (uint32_t)(shared / n_moe) : 0;
     p->n_slots = (uint32_t)n; /* what does not divide evenly serves all layers */
     p->streamed_bytes = matrices_bytes(e, false) - p->resident_bytes;
 }
@@ -4465,6 +4470,35 @@ static void far_send(step *st) {
     tier_send(e->far, st->b->moe.z, now_ns() + (here > least ? here : least));
 }
 
+/* Slots that are empty fill up with what boxes serve, one at a time and when the disk is asked for
+ * nothing else: what is here is computed sooner than a box answers. */
+static void far_fill(step *st, uint32_t il) {
+    k3_engine *e = st->e;
+    store *s = &e->store;
+    slot *last = e->far_fill;
+    const routed *best = NULL;
+    if (last && last->is_fill && last->state == SLOT_READING) {
+        if (slot_is_busy(e, last)) return;
+        for (int i = 0; i < last->n_reqs; i++)
+            if (last->req[i].state == IO_FAILED) { /* not asked for: no error */
+                s->n_held[last->il - e->sh.n_dense]--;
+                store_drop(e, last);
+                e->far_fill = NULL;
+                return;
+            }
+    }
+    if (st->n_far == 0 || s->n_free == 0 || s->n_held[il - e->sh.n_dense] >= s->quota) return;
+    for (uint32_t x = 0; x < st->n_routed; x++) {
+        const routed *r = &st->b->routed[x];
+        if (r->is_far && (!best || r->weight > best->weight)) best = r;
+    }
+    if (!best || !store_fetch(e, il, best->ie, IO_GUESS)) return;
+    e->far_fill = store_find(e, il, best->ie);
+    e->far_fill->is_guess = false;
+    e->far_fill->is_fill = true;
+    s->n_held[il - e->sh.n_dense]++;
+}
+
 /* What a box was asked for is in Q, or must be read after all. */
 static void far_settled(void *user, uint32_t ie, bool is_served) {
     step *st = user;
@@ -4658,7 +4692,10 @@ static void experts_fetch(step *st, uint32_t il) {
     struct scratch *b = st->b;
     for (; st->i_queue < st->n_queue; st->i_queue++) {
         routed *r = &b->routed[b->queue[st->i_queue]];
-        if (!store_fetch(st->e, il, r->ie, IO_DEMAND)) return;
+        slot *s = store_find(st->e, il, r->ie); /* on its way already (far_fill)? */
+        if (!s && !store_fetch(st->e, il, r->ie, IO_DEMAND)) return;
+        for (int i = 0; s && s->state == SLOT_READING && i < s->n_reqs; i++)
+            disk_raise(&st->e->io, &s->req[i], false);
         r->slot = store_find(st->e, il, r->ie);
         r->slot->is_pinned = true;
     }
@@ -4688,6 +4725,7 @@ static int experts(step *st, uint32_t il) {
         if (st->i_queue == st->n_queue && !has_guessed) {
             has_guessed = true;
             experts_guess(st, il + 1);
+            if (e->far) far_fill(st, il);
         }
         uint32_t n_queue = st->n_queue;
         n_left -= far_join(st, n_left == st->n_far + st->n_audit);

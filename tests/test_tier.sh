@@ -103,6 +103,13 @@ for il in 1 2 3 4 5 6 7 8; do for ie in $(seq 0 31); do echo "$il $ie"; done; do
 awk '$2 % 2 == 0' "$T/all" >"$T/even"
 awk '$2 % 3 == 0' "$T/all" >"$T/third"
 awk '$1 < 4' "$T/all" >"$T/low"
+# What is here is not asked for: slots that are empty fill up, and pins are there from the start.
+check "a warm box, and room for all here" 20 --tier "unix:$T/warm.sock" --ram 1G
+[ "$(field expert_hits)" -gt 20 ] && pass || fail "room for all here" "$(field expert_hits) experts were here"
+check "a warm box, and room for half" 20 --tier "unix:$T/warm.sock" --ram $((ram + (6 << 20)))
+[ "$(field expert_hits)" -gt 20 ] && pass || fail "room for half" "$(field expert_hits) experts were here"
+check "a warm box, and all here" 0 --tier "unix:$T/warm.sock" --ram 1G --pins "$T/all"
+[ "$(field far_asked)" = 0 ] && pass || fail "all here" "$(field far_asked) experts were asked for"
 box cold --no-fill
 check "cold box" 0 --tier "unix:$T/cold.sock"
 check "the same, warmed by what was wanted" 300 --tier "unix:$T/cold.sock"
