@@ -11,9 +11,9 @@
 #     WARM_RAM=              ... and when all is to be resident; none: what is free
 #     BOX_RAM=64G            the box's
 #     BOX_THREADS= THREADS=  of the box, and of the client; none: half of the cores each
-#     ROUNDS=5 TOKENS=8      ids of each prompt; the first prompt is the first second, and not counted
+#     ROUNDS=5 TOKENS=6      ids of each prompt; the first prompt is the first second, and not counted
 #     PROMPTS=               a file for bench --prompts with two lines; none: ids of any model
-#     LIMIT=300              no round begins after so many seconds
+#     LIMIT=270              no run begins after so many seconds; ratios are of whole pairs
 #     DIRECT=on              reads of the client past the page cache: cold by construction
 #
 # In each round, in turn, beginning with another each time:
@@ -35,7 +35,7 @@ for word in "$@"; do
 done
 BUILD=${BUILD:-build} PYTHON=${PYTHON:-python3} MODEL=${MODEL:-} DIR=${DIR:-/tmp} LAYERS=${LAYERS:-4}
 EXPERTS=${EXPERTS:-64} COLD_RAM=${COLD_RAM:-6G} WARM_RAM=${WARM_RAM:-} BOX_RAM=${BOX_RAM:-64G}
-ROUNDS=${ROUNDS:-5} TOKENS=${TOKENS:-8} PROMPTS=${PROMPTS:-} LIMIT=${LIMIT:-300} DIRECT=${DIRECT:-on}
+ROUNDS=${ROUNDS:-5} TOKENS=${TOKENS:-6} PROMPTS=${PROMPTS:-} LIMIT=${LIMIT:-270} DIRECT=${DIRECT:-on}
 n_cores=$(nproc)
 BOX_THREADS=${BOX_THREADS:-$(((n_cores + 1) / 2))}
 THREADS=${THREADS:-$((n_cores > 1 ? n_cores / 2 : 1))}
@@ -113,10 +113,11 @@ one() { # KIND
 kinds=(cold warm refused stalled blackhole resident resident+box)
 echo "# $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -1), $n_cores cores: client $THREADS threads, box $BOX_THREADS; $(head -1 "$T/info")"
 printf 'round\tkind\ttok_s\tlogits_fnv\n'
-start=$SECONDS
 for round in $(seq "$ROUNDS"); do
-    [ $((SECONDS - start)) -lt "$LIMIT" ] || { echo "# $((round - 1)) rounds in $((SECONDS - start)) s"; break; }
-    for i in "${!kinds[@]}"; do one "${kinds[(i + round - 1) % ${#kinds[@]}]}"; done
+    for i in "${!kinds[@]}"; do
+        [ "$SECONDS" -lt "$LIMIT" ] || { echo "# stopped in round $round after $SECONDS s"; break 2; }
+        one "${kinds[(i + round - 1) % ${#kinds[@]}]}"
+    done
 done
 "$PYTHON" - "$T/rows" <<'PY'
 import statistics, sys
