@@ -285,11 +285,13 @@ static const cli_option OPTION[] = {
      "own read bandwidth and multiply-add peak; --threads is the most tried"},
     {"--hop", "ADDR", KIND_HOP, 0, BENCH, G_MEASURE, NULL, 0, 0,
      "no weights loaded: what a request to this k3-tier takes, part by part,\n"
-     "and whether its sums are right (repeatable)"},
+     "and whether its sums are right; exit 5 if not, if a request has no\n"
+     "answer, or if the box's memory grows (repeatable)"},
     {"--requests", "N", KIND_COUNT, AT(requests), BENCH, G_MEASURE, "10000", 1, 1000000,
      "--hop: requests of each row, after 200 to warm up"},
     {"--sustain", "SECONDS", KIND_COUNT, AT(sustain), BENCH, G_MEASURE, "60", 0, 86400,
-     "--hop: then requests for so long, and the box's memory before and after"},
+     "--hop: then requests for so long, and the box's memory before and\n"
+     "after"},
     {"--reader", NULL, KIND_FLAG, AT(reader), BENCH, G_MEASURE, NULL, 0, 0,
      "before and after, read whole experts at random with O_DIRECT as fast as\n"
      "the disk gives them; the last line compares with what the runs read"},
