@@ -100,7 +100,8 @@ void tier_begin(tier *t);
 /* Does a box that is up hold this expert? */
 bool tier_has(const tier *t, uint32_t il, uint32_t ie);
 
-/* Put an expert on the list of a box that holds it; false when none can be asked.
+/* Put an expert on the list of a box that holds it; false when none can be asked. A box that takes
+ * fewer rows is asked for experts whose rows are all below; no box here takes fewer.
  * Shapes  row: u32[n], ascending, below max_rows   w: f32[n] */
 bool tier_ask(tier *t, uint32_t il, uint32_t ie, uint32_t n, const uint32_t *row, const float *w);
 

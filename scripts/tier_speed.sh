@@ -60,7 +60,7 @@ awk 'NR == 1 { n = $4 } NR > 1 { for (ie = 0; ie < n; ie++) print $2, ie }' "$T/
 n_experts=$(wc -l <"$T/pins")
 
 # a box, warm; one in front of it that is mute; a listener whose queue is full: the kernel drops SYNs
-"$BUILD/k3-tier" -q --model "$MODEL" --ram "$BOX_RAM" --threads "$BOX_THREADS" --listen "unix:$T/box.sock" --listen 127.0.0.1:0 2>"$T/box.err" &
+"$BUILD/k3-tier" -q --model "$MODEL" --ram "$BOX_RAM" --threads "$BOX_THREADS" --listen "unix:$T/box.sock" 2>"$T/box.err" &
 pids+=($!)
 held=0
 for _ in $(seq 1200); do

@@ -88,6 +88,8 @@ held warm 256
 check "warm box" 300 --tier "unix:$T/warm.sock"
 check "warm box, chunks of 3" 300 --tier "unix:$T/warm.sock" --chunk 3
 check "warm box, chunks of 64" 100 --tier "unix:$T/warm.sock" --chunk 64 --ram $((ram + (8 << 20)))
+check "warm box, chunks of 2000" 100 --tier "unix:$T/warm.sock" --chunk 2000 --ram 1G
+[ "$(field chunk)" = 512 ] && pass || fail "chunks of 2000" "the chunk is $(field chunk): boxes take 512 rows"
 check "warm box, no wait" 0 --tier "unix:$T/warm.sock" --tier-wait 0
 check "warm box, no spinning" 300 --tier "unix:$T/warm.sock" --spin-us 0
 for k in $("$K3" info --kernels-list); do
