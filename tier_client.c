@@ -398,9 +398,9 @@ bool tier_ask(tier *t, uint32_t il, uint32_t ie, uint32_t n, const uint32_t *row
     box *b = NULL;
     for (uint32_t i = 0; i < t->n_boxes; i++) { /* the one with the least to do */
         box *c = &t->boxes[i];
+        if (!box_has(c, il, ie) || row[n - 1] >= c->max_rows) continue;
         if (c->is_doubted && c->n_list > 0) continue;
-        if (box_has(c, il, ie) && row[n - 1] < c->max_rows && (!b || c->n_pairs < b->n_pairs))
-            b = c;
+        if (!b || c->n_pairs < b->n_pairs) b = c;
     }
     if (!b || b->n_pairs + n > t->max_rows * t->m.top_k) return false;
     if (b->n_list == 0) {
@@ -514,7 +514,8 @@ void tier_ping(tier *t, uint64_t deadline_ns) {
 
 /* Can this box be asked b's question? It must have nothing to do and hold all of it. */
 static bool box_can_second(const box *c, const box *b) {
-    if (c == b || c->is_out || c->is_doubted || c->max_rows < b->max_rows) return false;
+    if (c == b || !c->is_mine || c->is_out || c->is_doubted) return false;
+    if (c->max_rows < b->max_rows) return false;
     for (uint32_t x = 0; x < b->n_list; x++)
         if (!box_has(c, b->il, b->list[x].ie)) return false;
     return true;
