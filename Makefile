@@ -17,7 +17,12 @@ K3_BITS = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errn
           -fno-trapping-math
 K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
 K3_OMP ?= -fopenmp
-K3_LIBS = -luring -lpcre2-8 -ljson-c -lzstd -lcrypto -lpthread -lm
+K3_LIBS = $(K3_CURL) -luring -lpcre2-8 -ljson-c -lzstd -lssl -lcrypto -lpthread -lm
+
+# libcurl dials far boxes. CURL=0, and what is linked statically, does without it, without TLS and
+# proxies on the client's side.
+CURL    ?= $(if $(filter -static,$(LDFLAGS)),0,1)
+K3_CURL := $(if $(filter 0,$(CURL)),,$(or $(shell pkg-config --libs libcurl 2>/dev/null),-lcurl))
 
 # Line editing in `k3 chat`, where libedit is there; without it lines are read as they come.
 K3_EDIT := $(shell echo 'int el_init(void); int main(void) { return el_init(); }' | \
@@ -42,13 +47,14 @@ GPU_LIBS    = -L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt
 GPU_OBJECTS = $(BUILD)/gpu_tier.o
 
 ALL_CFLAGS = $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_OMP) $(K3_SAN) $(K3_SETS:%=-DK3_HAVE_%) -MMD -MP
+ALL_CFLAGS += $(if $(K3_CURL),-DK3_CURL)
 DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/k3/demo"'
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
-PARTS   = $(BUILD)/tier_client.o $(KERNELS)
+PARTS   = $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
-          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
+          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier $(BUILD)/test_dial \
           $(BUILD)/tier_chaos
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
           $(BUILD)/replay_state $(BUILD)/replay_tier
@@ -58,7 +64,7 @@ REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(B
 all: $(BUILD)/k3 $(BUILD)/k3-tier
 
 help:
-	@echo "make             build $(BUILD)/k3 ($(CC), $(K3_TARGET): ref $(K3_SETS)$(K3_EDIT:%= lib%))"
+	@echo "make             build $(BUILD)/k3 ($(CC), $(K3_TARGET): ref $(K3_SETS)$(K3_EDIT:%= lib%)$(if $(K3_CURL), libcurl))"
 	@echo "make gpu         the same, with the GPU arm of k3-tier (nvcc)"
 	@echo "make demo        install what is missing, build, run the bundled model"
 	@echo "make test        all tests that need no big weights and no network"
@@ -72,13 +78,13 @@ help:
 	@echo "make bench       tokens per second on the bundled model, then the kernels"
 	@echo "make install     to PREFIX ($(PREFIX))"
 	@echo "make clean       remove $(BUILD)*"
-	@echo "Variables: CC CFLAGS LDFLAGS BUILD PREFIX V=1"
+	@echo "Variables: CC CFLAGS LDFLAGS BUILD PREFIX V=1; CURL=0: no TLS and no proxies to far boxes"
 
 $(BUILD)/k3: $(BUILD)/k3_cli.o $(BUILD)/k3_chat.o $(BUILD)/k3_hop.o $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
-$(BUILD)/k3-tier: $(BUILD)/tier_server$(GPU:1=_gpu).o $(GPU:1=$(GPU_OBJECTS)) $(ENGINE)
+$(BUILD)/k3-tier: $(BUILD)/tier_server$(GPU:1=_gpu).o $(GPU:1=$(GPU_OBJECTS)) $(BUILD)/tier_tls.o $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS) $(GPU:1=$(GPU_LIBS))
 
@@ -126,15 +132,21 @@ $(BUILD)/tier_chaos: tests/tier_chaos.c | $(BUILD)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< -lcrypto
 
 # tier_server.c is included, the engine linked.
-$(BUILD)/test_tier: tests/test_tier.c $(ENGINE)
+$(BUILD)/test_tier: tests/test_tier.c $(BUILD)/tier_tls.o $(ENGINE)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(ENGINE) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/tier_tls.o $(ENGINE) $(K3_LIBS)
+
+# tier_tls.c is included.
+$(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/tier_dial.o $(K3_LIBS)
 
 # Client and server in one program, so without the client's object.
-$(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c $(BUILD)/k3.o $(KERNELS)
+$(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c $(BUILD)/k3.o $(BUILD)/tier_dial.o \
+  $(BUILD)/tier_tls.o $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ tests/fuzz_tier.c \
-	  tests/fuzz_replay.c $(BUILD)/k3.o $(KERNELS) $(K3_LIBS)
+	  tests/fuzz_replay.c $(filter %.o,$^) $(K3_LIBS)
 
 $(BUILD)/test_state: tests/test_state.c $(BUILD)/k3_state.o $(PARTS)
 	$(call say,CC   $<)
@@ -176,7 +188,7 @@ demo:
 	$(BUILD)/k3 run "The capital of France is"
 
 test: all $(TESTS) $(REPLAYS)
-	$(Q)CC="$(CC)" BUILD=$(BUILD) K3_SAN="$(K3_SAN)" tests/run.sh $(TEST_ARGS)
+	$(Q)CC="$(CC)" BUILD=$(BUILD) K3_SAN="$(K3_SAN)" K3_LIBS="$(K3_LIBS)" tests/run.sh $(TEST_ARGS)
 
 test-gpu:
 	$(Q)BUILD=$(BUILD) NVCC="$(NVCC)" tests/test_gpu.sh

@@ -4579,7 +4579,12 @@ static int far_open(k3_engine *e, k3_error *err) {
     int rc = k3_expert_fingerprint(e, &m.fingerprint, err);
     if (rc < 0) return rc;
     e->far_rows = o->chunk ? (uint32_t)o->chunk : TIER_MAX_ROWS;
-    tier_options to = {o->tiers, o->tier_key, o->spin_us, e->far_rows, o->tier_hedge};
+    tier_options to = {.boxes = o->tiers,
+                       .key_file = o->tier_key,
+                       .spin_us = o->spin_us,
+                       .max_rows = e->far_rows,
+                       .is_hedging = o->tier_hedge,
+                       .trust = {o->tier_ca, o->tier_cert, o->tier_cert_key, "--tier"}};
     e->far_bytes = tier_bytes(&m, &to);
     e->far_block = ledger_take(&e->mem, e->far_bytes, "frames of far boxes", err);
     if (!e->far_block) return e->mem.why;

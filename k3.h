@@ -105,8 +105,12 @@ typedef struct {
 
     /* Far boxes that hold experts in memory (`k3-tier`). None of these changes a bit either: what
      * a box does not answer, or not in time, is computed here. */
-    const char *const *tiers; /* NULL-ended addresses: HOST:PORT, [V6]:PORT or unix:PATH   */
+    const char *const *tiers; /* NULL-ended: HOST:PORT, [V6]:PORT, tls:HOST:PORT, unix:PATH */
     const char *tier_key;  /* file with a key that boxes must know and want to be shown    */
+    const char *tier_ca;   /* PEM: who signed the tls: boxes' certificates, or these; NULL:
+                            * the system's authorities                                     */
+    const char *tier_cert, *tier_cert_key; /* PEM: ours, for boxes that want one; the key
+                            * NULL: it is in tier_cert                                     */
     uint32_t spin_us;      /* a wait for a box spins so long before it sleeps              */
     uint32_t tier_wait_us; /* wait at least so long; 0: no longer than it would take here  */
     bool tier_hedge;       /* a box that is late: ask a second one as well                 */

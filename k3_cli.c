@@ -387,10 +387,17 @@ static const cli_option OPTION[] = {
      0, 0, "do not compare what is read with checksums"},
 
     {"--tier", "ADDR", KIND_TIER, 0, RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
-     "a box that holds experts in memory: HOST:PORT, [V6]:PORT or unix:PATH;\n"
-     "asked for what would be read from disk here (repeatable)"},
+     "a box that holds experts in memory: HOST:PORT, [V6]:PORT, tls:HOST:PORT\n"
+     "or unix:PATH; asked for what would be read from disk here (repeatable)"},
     {"--psk-file", "FILE", KIND_TEXT, AT(psk_file), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
      "the key that boxes ask for, and must themselves know"},
+    {"--tier-ca", "FILE", KIND_TEXT, AT(tier_ca), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
+     "trust tls: boxes whose certificate this one signed, or is (default: the\n"
+     "system's authorities)"},
+    {"--tier-cert", "FILE", KIND_TEXT, AT(tier_cert), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
+     "our certificate, for tls: boxes that want to know their clients"},
+    {"--tier-key", "FILE", KIND_TEXT, AT(tier_key), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
+     "its private key (default: in the same file)"},
     {"--spin-us", "N", KIND_COUNT, AT(spin_us), RUN | CHAT | BENCH, G_TIER, "50", 0, 1000000,
      "a wait for a box spins so many microseconds before it sleeps"},
     {"--tier-wait", "N", KIND_COUNT, AT(tier_wait), RUN | CHAT | BENCH, G_TIER, "0", 0, 60000000,
@@ -997,6 +1004,9 @@ k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     o.no_check = a->no_check || a->write_sums;
     o.tiers = a->tier;
     o.tier_key = a->psk_file;
+    o.tier_ca = a->tier_ca;
+    o.tier_cert = a->tier_cert;
+    o.tier_cert_key = a->tier_key;
     o.spin_us = (uint32_t)a->spin_us;
     o.tier_wait_us = (uint32_t)a->tier_wait;
     o.tier_audit = (uint32_t)a->tier_audit;

@@ -75,7 +75,7 @@ typedef struct {
     size_t n_mirror;
     const char *tier[MAX_TIER + 1]; /* NULL-ended                             */
     size_t n_tier;
-    const char *psk_file;
+    const char *psk_file, *tier_ca, *tier_cert, *tier_key;
     uint64_t spin_us, tier_wait, tier_audit;
     bool tier_hedge;
     const char *hop[MAX_TIER + 1]; /* NULL-ended                              */

@@ -110,13 +110,20 @@ static uint32_t hop_layers(const hop *h, uint32_t n, uint32_t *ids, uint32_t *he
     return n_layers;
 }
 
+static bool hop_is_tls(const char *addr) { return strncmp(addr, "tls:", 4) == 0; }
+
 /* Dial, and wait until the box holds `n` experts of some layer. */
 static int hop_dial(hop *h, uint32_t n, uint32_t *ids) {
     const char *boxes[2] = {h->addr, NULL};
-    tier_options o = {boxes, h->a->psk_file, (uint32_t)h->a->spin_us, 1, false};
+    tier_options o = {.boxes = boxes,
+                      .key_file = h->a->psk_file,
+                      .spin_us = (uint32_t)h->a->spin_us,
+                      .max_rows = 1};
     char why[512] = "no answer to the dial";
     uint32_t held = 0, before = 0;
     uint64_t start = clock_ns();
+    if (hop_is_tls(h->addr))
+        o.trust = (tier_trust){h->a->tier_ca, h->a->tier_cert, h->a->tier_key, "--tier"};
     h->block = calloc(1, tier_bytes(&h->m, &o));
     if (!h->block) return fail_memory("frames", tier_bytes(&h->m, &o));
     if (tier_open(&h->far, &h->m, &o, h->block, why, sizeof why) < 0)
@@ -464,16 +471,26 @@ static void hop_free(hop *h) {
     k3_engine_close(h->e);
 }
 
+static int hop_check(const cli_args *a) {
+    size_t n_tls = 0;
+    for (size_t i = 0; i < a->n_hop; i++) n_tls += hop_is_tls(a->hop[i]);
+    if (a->n_tier)
+        return fail(FAIL_USAGE, "bench: --tier runs the model with boxes, --hop measures the boxes "
+                                "alone; give one of them");
+    if (n_tls == 0 && (a->tier_ca || a->tier_cert || a->tier_key))
+        return fail(FAIL_USAGE, "bench: --tier-ca, --tier-cert and --tier-key are for tls: boxes; "
+                                "write --hop tls:ADDR");
+    return DONE;
+}
+
 int bench_hop(const cli_args *a) {
     static hop h;
     console con;
     uint32_t *ids = NULL;
     h = (hop){.a = a};
     console_init(&con, a);
-    if (a->n_tier)
-        return fail(FAIL_USAGE, "bench: --tier runs the model with boxes, --hop measures the boxes "
-                                "alone; give one of them");
-    int rc = hop_open(&h, &con);
+    int rc = hop_check(a);
+    if (rc == DONE) rc = hop_open(&h, &con);
     if (rc == DONE) rc = hop_memory(&h);
     if (rc == DONE && !(ids = malloc(h.m.n_experts * sizeof *ids)))
         rc = fail_memory("ids of experts", h.m.n_experts * sizeof *ids);

@@ -10,6 +10,8 @@
  *   2. the client (tier_client.c): never fails a token;
  *   3. the wire, byte by byte; define TIER_WIRE before including for its functions.
  *
+ * How bytes get there and back is tier_dial.h's.
+ *
  * This header includes nothing of k3.c: the engine, the client and the server meet here.
  */
 #ifndef K3_TIER_H
@@ -62,12 +64,20 @@ typedef struct {
  * All calls but open and close are made by one thread at a time. */
 typedef struct tier tier;
 
+/* Whom a tls: box must be, and who we are to it. Files in PEM; NULL: none. */
 typedef struct {
-    const char *const *boxes; /* NULL-ended addresses: HOST:PORT, [V6]:PORT, unix:PATH  */
+    const char *ca;         /* signed the box's certificate, or is it; NULL: the system's trust */
+    const char *cert, *key; /* ours, for a box that wants one; key NULL: it is in cert */
+    const char *flag;       /* how messages call the options: "--tier", "--tls"        */
+} tier_trust;
+
+typedef struct {
+    const char *const *boxes; /* NULL-ended: HOST:PORT, [V6]:PORT, tls:HOST:PORT, unix:PATH */
     const char *key_file;     /* shared key; NULL: none                                */
     uint32_t spin_us;         /* a wait spins so long before it sleeps                 */
     uint32_t max_rows;        /* most rows of a request, at most TIER_MAX_ROWS         */
     bool is_hedging;          /* a box that is late: ask a second one as well          */
+    tier_trust trust;         /* copied                                                */
 } tier_options;
 
 typedef struct {
@@ -82,11 +92,12 @@ typedef struct {
     uint32_t n_up;                 /* boxes that can be asked now                           */
 } tier_stats;
 
-/* Memory that a client needs, 64-aligned; all it will ever use but for its threads. */
+/* Memory that a client needs, 64-aligned; all it will ever use but for its threads. The end of it is
+ * for what libraries take while they dial and encrypt, and is never touched. */
 uint64_t tier_bytes(const tier_model *m, const tier_options *o);
 
 /* Start the client; it dials in the background. `block` is tier_bytes long, zeroed, the caller's.
- * Returns 0; -1 and one line in `why`: an address, the key file, no thread. */
+ * Returns 0; -1 and one line in `why`: an address, the key file, a certificate, no thread. */
 int tier_open(tier **out, const tier_model *m, const tier_options *o, void *block, char *why,
               size_t n_why);
 void tier_close(tier *t);
@@ -506,17 +517,21 @@ static inline const char *tier_reply_parse(const tier_model *m, const uint8_t *p
 /* ---- Addresses ---- */
 
 typedef struct {
-    bool is_unix;
+    bool is_unix, is_tls;
     char host[256], port[8]; /* or: */
     char path[sizeof(((struct sockaddr_un *)0)->sun_path)];
 } tier_addr;
 
-/* HOST, HOST:PORT, [V6]:PORT, :PORT (loopback), unix:PATH. False when it is none of them. */
+/* HOST, HOST:PORT, [V6]:PORT, :PORT (loopback), any of these behind tls:, unix:PATH. False when it is
+ * none of them. A host is letters, digits and -._ only, in brackets also : and %. */
 static inline bool tier_addr_parse(const char *text, tier_addr *a) {
     memset(a, 0, sizeof *a);
+    a->is_tls = strncmp(text, "tls:", 4) == 0;
+    if (a->is_tls) text += 4;
+    if (a->is_tls && strspn(text, "0123456789") == strlen(text)) return false; /* a lone port */
     if (strncmp(text, "unix:", 5) == 0) {
         a->is_unix = true;
-        if (text[5] == 0 || strlen(text + 5) >= sizeof a->path) return false;
+        if (a->is_tls || text[5] == 0 || strlen(text + 5) >= sizeof a->path) return false;
         strcpy(a->path, text + 5);
         return true;
     }
@@ -537,6 +552,11 @@ static inline bool tier_addr_parse(const char *text, tier_addr *a) {
     for (const char *p = port; p && *p; p++)
         if (*p < '0' || *p > '9') return false;
     if (port && atoi(port) > 65535) return false;
+    for (size_t i = 0; i < n; i++) /* it may become part of a URL */
+        if (!((host[i] | 32) >= 'a' && (host[i] | 32) <= 'z') &&
+            !(host[i] >= '0' && host[i] <= '9') &&
+            !(host[i] && strchr(text[0] == '[' ? "-._:%" : "-._", host[i])))
+            return false;
     memcpy(a->host, host, n);
     if (n == 0) strcpy(a->host, "127.0.0.1");
     strcpy(a->port, port ? port : TIER_PORT);
@@ -555,7 +575,7 @@ static inline void tier_socket_tune(int fd) {
 /* ---- Credentials ----
  *
  * Both ends prove that they know the key; neither sends it. This keeps strangers out. It does not
- * hide what is sent, nor guard it against someone on the path who can alter it. */
+ * hide what is sent, nor guard it against someone on the path who can alter it: TLS does. */
 typedef struct {
     uint8_t bytes[TIER_MAX_KEY];
     size_t n; /* 0: none */

@@ -5,14 +5,13 @@
  *   3 One layer: ask, send, join
  *
  * What holds everywhere:
- *   - a box's socket, buffers and bitmap belong to its background thread until the box is up, then
+ *   - a box's connection, buffers and bitmap belong to its background thread until the box is up, then
  *     to the thread that computes, until it fails; they change hands under the box's lock;
  *   - nothing of an answer is used before all of it was checked;
  *   - no call blocks but tier_join with `waits`, to the deadline, and tier_send of a frame that is
  *     longer than the socket's buffer, to an eighth of it.
  */
-#define TIER_WIRE
-#include "tier.h"
+#include "tier_dial.h"
 
 #include <poll.h>
 #include <pthread.h>
@@ -24,12 +23,16 @@
 enum {
     MISSES = 3,          /* in a row, and a box is left alone; an answer makes up for half a miss */
     REST = 40,           /* times as long as the last miss took, at least: what it costs is 1/40 */
-    DIAL_MS = 3000,      /* for each address of a name             */
+    DIAL_MS = 3000,      /* name, connection, proxy and TLS        */
     FIRST_PAUSE_MS = 50, /* until the next try; doubled each time  */
     LAST_DIAL_MS = 2000, /* longest pause when nobody is there     */
     LAST_PAUSE_MS = 30000, /* longest pause when a box misbehaves    */
-    STOP_MS = 100          /* how soon a background wait sees a stop */
+    MAX_PATH = 1024        /* bytes of a certificate's file name     */
 };
+
+/* What dialling takes for a while, and TLS with its authorities for good. */
+#define DIAL_BYTES (256u << 10)
+#define LINK_TLS_BYTES (2u << 20)
 
 typedef struct {
     uint32_t ie, n, first; /* pairs [first, first + n) of the list */
@@ -51,7 +54,7 @@ typedef struct box {
     char note[400];    /* under the lock; "": none             */
 
     bool is_mine; /* the computing thread's own view of is_up */
-    int fd;
+    tier_link link;
     uint32_t max_rows, n_held, capacity;
     uint8_t *held; /* [n_layers - n_dense][map bytes]      */
     uint32_t misses, troubles, dials; /* misses: in halves */
@@ -81,6 +84,8 @@ typedef struct box {
 struct tier {
     tier_model m;
     tier_key key;
+    tier_trust trust;
+    char path[3][MAX_PATH]; /* what trust points to */
     uint32_t spin_us, max_rows, n_boxes;
     bool is_hedging;
     const float *z; /* of the layer, from tier_send on */
@@ -115,7 +120,7 @@ static uint64_t pause_ns(uint32_t n, uint64_t last_ms) {
  * `rest_ns` are over. */
 static void box_drop_for(box *b, const char *why, uint64_t rest_ns) {
     uint64_t pause;
-    close(b->fd);
+    b->link.by->close(&b->link);
     b->is_mine = false;
     b->troubles++;
     b->t->stats.lost++;
@@ -136,10 +141,8 @@ static void box_drop(box *b, const char *why) { box_drop_for(b, why, 0); }
 /* Send what is left of the frame in `out`. False when the connection is over. */
 static bool box_flush(box *b) {
     while (b->i_out < b->n_out) {
-        ssize_t n =
-            send(b->fd, b->out + b->i_out, b->n_out - b->i_out, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return true;
+        ssize_t n = b->link.by->send(&b->link, b->out + b->i_out, b->n_out - b->i_out);
+        if (n == 0) return true;
         if (n < 0) return false;
         b->i_out += (size_t)n;
     }
@@ -155,16 +158,11 @@ static bool box_begin_frame(box *b, enum tier_type type, uint64_t id, size_t n) 
 
 /* Take in what has come; NULL, or why the connection is over. */
 static const char *box_fill(box *b) {
-    for (;;) {
-        if (b->n_in == b->in_cap) return NULL; /* a whole frame is there: to be taken first */
-        ssize_t n = recv(b->fd, b->in + b->n_in, b->in_cap - b->n_in, MSG_DONTWAIT);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return NULL;
-        if (n < 0) return strerror(errno);
-        if (n == 0) return "closed the connection";
-        b->n_in += (size_t)n;
-        return NULL;
-    }
+    if (b->n_in == b->in_cap) return NULL; /* a whole frame is there: to be taken first */
+    ssize_t n = b->link.by->recv(&b->link, b->in + b->n_in, b->in_cap - b->n_in);
+    if (n < 0) return b->link.why;
+    b->n_in += (size_t)n;
+    return NULL;
 }
 
 /* The frame at the front of `in`: 1 and its head, 0 not whole yet, -1 and why it is no good. */
@@ -483,7 +481,7 @@ static void box_ask(box *b, uint64_t now) {
     uint64_t packed = clock_ns();
     bool is_ok = box_flush(b);
     while (is_ok && b->n_out > 0 && clock_ns() - now < wait / 8) { /* a long frame */
-        sleep_on(&(struct pollfd){.fd = b->fd, .events = POLLOUT}, 1, wait / 32);
+        sleep_on(&(struct pollfd){.fd = b->link.fd, .events = POLLOUT}, 1, wait / 32);
         is_ok = box_flush(b);
     }
     t->stats.pack_ns += packed - now;
@@ -581,7 +579,7 @@ uint32_t tier_join(tier *t, bool waits, int64_t *Q, tier_settled_fn fn, void *us
             if (!b->twin || b->is_second) n_out += b->n_list;
             if (t->is_hedging && b->hedge_ns < next) next = b->hedge_ns;
             fds[n_fds++] = (struct pollfd){
-                .fd = b->fd, .events = (short)(POLLIN | (b->n_out > 0 ? POLLOUT : 0))};
+                .fd = b->link.fd, .events = (short)(POLLIN | (b->n_out > 0 ? POLLOUT : 0))};
         }
         if (n_fds == 0) return 0;
         now = clock_ns();
@@ -606,7 +604,7 @@ bool tier_figures(tier *t, uint64_t *out, uint64_t deadline_ns) {
     while (b->is_mine && b->figures && clock_ns() < deadline_ns) {
         box_pump(b, NULL, NULL, NULL);
         if (b->is_mine && b->figures)
-            sleep_on(&(struct pollfd){.fd = b->fd, .events = POLLIN}, 1, 1000000);
+            sleep_on(&(struct pollfd){.fd = b->link.fd, .events = POLLIN}, 1, 1000000);
     }
     bool has = b->figures == NULL;
     b->figures = NULL;
@@ -627,74 +625,26 @@ void tier_ban(tier *t) {
 
 /* ==== 4. The background ============================================================== */
 
-static bool box_is_stopping(box *b) {
+static bool box_is_stopping(void *arg) {
+    box *b = arg;
     pthread_mutex_lock(&b->lock);
     bool is = b->is_stopping;
     pthread_mutex_unlock(&b->lock);
     return is;
 }
 
-/* Wait for one socket; 1 ready, 0 the time is over or the client closes. */
-static int dial_wait(box *b, int fd, short events, uint64_t until_ns) {
-    for (;;) {
-        uint64_t now = clock_ns();
-        if (now >= until_ns || box_is_stopping(b)) return 0;
-        uint64_t ms = (until_ns - now) / 1000000u + 1;
-        struct pollfd p = {.fd = fd, .events = events};
-        if (poll(&p, 1, ms < STOP_MS ? (int)ms : STOP_MS) > 0) return 1;
-    }
-}
-
-/* A connected socket, or -1 and why not. */
-static int dial_one(box *b, const struct sockaddr *sa, socklen_t n, const char **why) {
-    int error = 0;
-    socklen_t len = sizeof error;
-    int fd = socket(sa->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    *why = strerror(errno);
-    if (fd < 0) return -1;
-    tier_socket_tune(fd);
-    if (connect(fd, sa, n) == 0) return fd;
-    *why = strerror(errno);
-    if (errno == EINPROGRESS) {
-        if (!dial_wait(b, fd, POLLOUT, clock_ns() + DIAL_MS * 1000000ull))
-            *why = "no answer to the dial";
-        else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &len) == 0 && error == 0)
-            return fd;
-        else
-            *why = strerror(error);
-    }
-    close(fd);
-    return -1;
-}
-
-static int dial(box *b, const char **why) {
-    if (b->addr.is_unix) {
-        struct sockaddr_un sa = {.sun_family = AF_UNIX};
-        strcpy(sa.sun_path, b->addr.path);
-        return dial_one(b, (struct sockaddr *)&sa, sizeof sa, why);
-    }
-    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *list = NULL;
-    int rc = getaddrinfo(b->addr.host, b->addr.port, &hints, &list), fd = -1;
-    if (rc != 0) {
-        *why = gai_strerror(rc);
-        return -1;
-    }
-    for (struct addrinfo *a = list; a && fd < 0 && !box_is_stopping(b); a = a->ai_next)
-        fd = dial_one(b, a->ai_addr, a->ai_addrlen, why);
-    freeaddrinfo(list);
-    return fd;
-}
-
 /* Send the frame in `out` and wait for the next; NULL, or why not. */
 static const char *hello_turn(box *b, uint64_t until_ns, size_t most, tier_head *h) {
-    const char *why = "the connection broke";
+    const char *why = NULL;
     int rc;
     while (b->n_out > 0) {
-        if (!box_flush(b)) return why;
-        if (b->n_out > 0 && !dial_wait(b, b->fd, POLLOUT, until_ns)) return "no answer";
+        if (!box_flush(b)) return (why = box_fill(b)) ? why : b->link.why; /* its last words */
+        if (b->n_out > 0 && !tier_link_wait(&b->link, POLLOUT, until_ns, box_is_stopping, b))
+            return "no answer";
     }
     while ((rc = box_frame(b, most, h, &why)) == 0) {
-        if (!dial_wait(b, b->fd, POLLIN, until_ns)) return "no answer to the hello";
+        if (!tier_link_wait(&b->link, POLLIN, until_ns, box_is_stopping, b))
+            return "no answer to the hello";
         if ((why = box_fill(b)) != NULL) return why;
     }
     return rc < 0 ? why : NULL;
@@ -758,10 +708,13 @@ static const char *hello(box *b, char *text, size_t cap) {
 static bool box_try(box *b) {
     char text[TIER_MAX_TEXT + 32];
     const char *why = NULL;
-    b->fd = dial(b, &why);
-    bool is_there = b->fd >= 0;
-    if (is_there && (why = hello(b, text, sizeof text)) != NULL) close(b->fd);
+    bool is_there = tier_dial(&b->link, &b->addr, &b->t->trust, DIAL_MS, box_is_stopping, b) == 0;
+    if (!is_there)
+        why = b->link.why;
+    else if ((why = hello(b, text, sizeof text)) != NULL)
+        b->link.by->close(&b->link);
     bool is_up = is_there && !why;
+    is_there = is_there || b->link.was_there;
     b->dials = is_up ? 0 : b->dials + 1;
     b->misses = 0;
     b->has_served = false;
@@ -835,6 +788,8 @@ uint64_t tier_bytes(const tier_model *m, const tier_options *o) {
     carve(NULL, &used, 1, sizeof(tier));
     for (uint32_t i = 0; o->boxes[i] && i < TIER_MAX_BOXES; i++)
         box_carve(&b, NULL, &used, m, o->max_rows);
+    for (uint32_t i = 0; o->boxes[i] && i < TIER_MAX_BOXES; i++)
+        used += strncmp(o->boxes[i], "tls:", 4) == 0 ? LINK_TLS_BYTES : DIAL_BYTES;
     return used;
 }
 
@@ -846,6 +801,32 @@ static int box_start(box *b) {
     pthread_cond_init(&b->changed, &attr);
     pthread_condattr_destroy(&attr);
     return pthread_create(&b->thread, NULL, box_main, b);
+}
+
+/* Take a copy of where certificates are, if all is well with them. */
+static int tier_open_trust(tier *t, const tier_options *o, char *why, size_t n_why) {
+    const char *from[3] = {o->trust.ca, o->trust.cert, o->trust.key};
+    const char **to[3] = {&t->trust.ca, &t->trust.cert, &t->trust.key};
+    bool has_tls = false;
+    t->trust.flag = o->trust.flag ? o->trust.flag : "--tier";
+    for (uint32_t i = 0; o->boxes[i]; i++)
+        has_tls = has_tls || strncmp(o->boxes[i], "tls:", 4) == 0;
+    for (int i = 0; i < 3; i++) {
+        if (!from[i]) continue;
+        if (strlen(from[i]) >= MAX_PATH || !has_tls) {
+            snprintf(why, n_why, "tier: %s-%s %.200s: %s", t->trust.flag,
+                     ((const char *[]){"ca", "cert", "key"})[i], from[i],
+                     has_tls ? "too long a name" : "no box is dialled with TLS: write tls:ADDR");
+            return -1;
+        }
+        *to[i] = strcpy(t->path[i], from[i]);
+    }
+    if (has_tls && !tier_dial_has_tls()) {
+        snprintf(why, n_why, "tier: tls: built without libcurl (make CURL=0), so without TLS");
+        return -1;
+    }
+    int n = snprintf(why, n_why, "tier: ");
+    return tier_trust_check(&t->trust, why + n, n_why - (size_t)n);
 }
 
 int tier_open(tier **out, const tier_model *m, const tier_options *o, void *block, char *why,
@@ -863,13 +844,18 @@ int tier_open(tier **out, const tier_model *m, const tier_options *o, void *bloc
         snprintf(why, n_why, "tier: key file %s: %s", o->key_file, fault);
         return -1;
     }
+    if (tier_open_trust(t, o, why, n_why) < 0) {
+        tier_close(t);
+        return -1;
+    }
     for (uint32_t i = 0; o->boxes[i]; i++) {
         box *b = &t->boxes[i];
         if (i == TIER_MAX_BOXES || !tier_addr_parse(o->boxes[i], &b->addr)) {
             snprintf(why, n_why,
                      i == TIER_MAX_BOXES
                          ? "tier: %s is one box too many; 16 is the most"
-                         : "tier: '%s' is no address; give HOST:PORT, [V6]:PORT or unix:PATH",
+                         : "tier: '%s' is no address; give HOST:PORT, [V6]:PORT, tls:HOST:PORT or "
+                           "unix:PATH",
                      o->boxes[i]);
             tier_close(t);
             return -1;
@@ -913,7 +899,7 @@ void tier_close(tier *t) {
         box *b = &t->boxes[i];
         pthread_join(b->thread, NULL);
         if (b->is_up && b->n_out == 0) box_begin_frame(b, TIER_GOODBYE, 0, 0);
-        if (b->is_up) close(b->fd);
+        if (b->is_up) b->link.by->close(&b->link);
         pthread_mutex_destroy(&b->lock);
         pthread_cond_destroy(&b->changed);
     }

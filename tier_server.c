@@ -12,12 +12,13 @@
  *   - the arithmetic is the engine's own (experts.h), and a sum holds an expert whole or not at
  *     all, so that the bits do not depend on who computed (docs/NUMERICS.md 5);
  *   - whoever connects is believed nothing: a fault in a frame ends that connection only;
- *   - nobody from another machine gets in without the key, unless --insecure says so.
+ *   - nobody from another machine gets in without the key, or a certificate that we trust, unless
+ *     --insecure says so.
  */
 #include "experts.h"
 
-#define TIER_WIRE
-#include "tier.h"
+#include "tier_dial.h"
+#include "tier_tls.h"
 
 #include <poll.h>
 #include <pthread.h>
@@ -114,6 +115,7 @@ enum conn_state { C_FREE, C_HELLO, C_PROOF, C_UP, C_STATUS, C_HTTP, C_CLOSING };
 typedef struct {
     enum conn_state state;
     int fd;
+    tier_tls_conn *tls;         /* NULL: plain                               */
     uint32_t number;            /* for the dump                              */
     uint64_t since_ns, sent_ns; /* accepted; last progress of sending   */
     uint8_t *in, *out;
@@ -142,6 +144,7 @@ typedef struct {
     const char *listen[MAX_LISTEN + 1];
     uint32_t n_listen, threads, spin_us, clients;
     uint64_t ram;
+    tier_trust tls;
     bool is_insecure, no_fill;
 } options;
 
@@ -151,6 +154,7 @@ typedef struct {
     const k3_shape *sh;
     tier_model m;
     tier_key key;
+    tier_tls *tls; /* NULL: none is spoken */
     expert_math math;
     store st;
     uint32_t n_moe, n_threads;
@@ -164,7 +168,7 @@ typedef struct {
     conn conns[MAX_CONNS];
     struct {
         int fd;
-        bool is_http;
+        bool is_http, is_tls;
         char path[sizeof(((tier_addr *)0)->path)]; /* to unlink */
     } listen[MAX_LISTEN + 1];
     uint32_t n_listen, n_clients, next_number;
@@ -488,12 +492,27 @@ static void conn_close(server *s, conn *c, const char *why) {
         s->stats[TIER_STAT_BAD]++;
         say("client %u: %s", c->number, why);
     }
+    if (c->tls) tier_tls_end(c->tls);
     close(c->fd);
     free(c->in);
     free(c->out);
     free(c->told);
     memset(c, 0, sizeof *c);
     c->fd = -1;
+}
+
+/* How many bytes went or came, with TLS or without; 0, none now; -1, the connection is over. */
+static ssize_t conn_send(conn *c, const uint8_t *p, size_t n) {
+    if (c->tls) return tier_tls_send(c->tls, p, n);
+    ssize_t put = send(c->fd, p, n, MSG_NOSIGNAL | MSG_DONTWAIT);
+    return put < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK) ? 0 : put;
+}
+
+static ssize_t conn_recv(conn *c, uint8_t *p, size_t n) {
+    if (c->tls) return tier_tls_recv(c->tls, p, n);
+    ssize_t got = recv(c->fd, p, n, MSG_DONTWAIT);
+    if (got < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
+    return got > 0 ? got : -1;
 }
 
 /* Room for frames both ways; false when there is no memory. */
@@ -537,12 +556,10 @@ static void dump_frame(server *s, const conn *c, bool is_in, const uint8_t *fram
 /* Send what is left in `out`; false when the connection was closed. */
 static bool conn_flush(server *s, conn *c) {
     while (c->i_out < c->n_out) {
-        ssize_t n =
-            send(c->fd, c->out + c->i_out, c->n_out - c->i_out, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return true;
+        ssize_t n = conn_send(c, c->out + c->i_out, c->n_out - c->i_out);
+        if (n == 0) return true;
         if (n < 0) {
-            conn_close(s, c, NULL);
+            conn_close(s, c, c->tls ? tier_tls_why(c->tls) : NULL);
             return false;
         }
         c->i_out += (size_t)n;
@@ -765,18 +782,33 @@ static bool conn_look(server *s, conn *c) {
     return true;
 }
 
-/* Take in what has come; false when the connection was closed. */
-static bool conn_fill(server *s, conn *c) {
-    ssize_t n = recv(c->fd, c->in + c->n_in, c->in_cap - c->n_in, MSG_DONTWAIT);
-    if (n < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK)) return true;
-    if (n <= 0) {
-        conn_close(s, c, c->state == C_UP && c->n_in > 0 ? "left in the middle of a frame" : NULL);
-        return false;
+/* Tell a client in its own words, since it would not understand an alert, and be done with it. */
+static bool conn_refuse_plain(server *s, conn *c) {
+    tier_tls_end(c->tls);
+    c->tls = NULL;
+    for (int i = 0; i < 16 && recv(c->fd, c->in, c->in_cap, MSG_DONTWAIT) > 0; i++) {
     }
-    c->n_in += (size_t)n;
-    s->stats[TIER_STAT_IN_BYTES] += (uint64_t)n;
-    s->busy_ns = clock_ns();
-    return conn_look(s, c);
+    return conn_refuse(s, c, TIER_REFUSE, "it speaks TLS: write tls: before its address");
+}
+
+/* Take in what has come; false when the connection was closed. TLS gives it in records of 16 KiB. */
+static bool conn_fill(server *s, conn *c) {
+    if (c->tls && tier_tls_is_plain(c->tls)) return conn_refuse_plain(s, c);
+    do {
+        ssize_t n = conn_recv(c, c->in + c->n_in, c->in_cap - c->n_in);
+        if (n == 0) return true;
+        if (n < 0) {
+            const char *why = c->tls ? tier_tls_why(c->tls) : NULL;
+            bool is_cut = c->state == C_UP && c->n_in > 0;
+            conn_close(s, c, !why && is_cut ? "left in the middle of a frame" : why);
+            return false;
+        }
+        c->n_in += (size_t)n;
+        s->stats[TIER_STAT_IN_BYTES] += (uint64_t)n;
+        s->busy_ns = clock_ns();
+        if (!conn_look(s, c)) return false;
+    } while (c->tls && !c->has_frame);
+    return true;
 }
 
 /* ==== 6. Listening, metrics, the loop ================================================ */
@@ -826,20 +858,30 @@ static int listen_open(server *s, const char *text, bool is_http) {
     tier_addr a;
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, *list = NULL;
     if (!tier_addr_parse(text, &a))
-        return fail(FAIL_USAGE, "'%s' is no address; give HOST:PORT, [V6]:PORT or unix:PATH", text);
+        return fail(FAIL_USAGE,
+                    "'%s' is no address; give HOST:PORT, [V6]:PORT, tls:HOST:PORT or unix:PATH",
+                    text);
+    if (a.is_tls && is_http) return fail(FAIL_USAGE, "metrics %s: served without TLS only", text);
+    if (a.is_tls && !s->tls)
+        return fail(FAIL_USAGE, "listen %s: give --tls-cert FILE and --tls-key FILE", text);
     if (a.is_unix) return listen_unix(s, text, &a, is_http);
     int rc = getaddrinfo(a.host, a.port, &hints, &list);
     if (rc != 0) return fail(FAIL_IO, "listen %s: %s", text, gai_strerror(rc));
+    bool is_guarded = !is_http && (s->key.n > 0 || (a.is_tls && s->o.tls.ca));
     for (struct addrinfo *i = list; i; i = i->ai_next)
-        if (!is_loopback(i->ai_addr) && !s->o.is_insecure && (is_http || s->key.n == 0)) {
+        if (!is_loopback(i->ai_addr) && !s->o.is_insecure && !is_guarded) {
             freeaddrinfo(list);
             return fail(FAIL_USAGE,
                         "listen %s: other machines can reach it; give %s--insecure if all of them "
                         "may come in",
-                        text, is_http ? "" : "--psk-file FILE, or ");
+                        text,
+                        is_http    ? ""
+                        : a.is_tls ? "--tls-ca FILE, --psk-file FILE, or "
+                                   : "--psk-file FILE, tls: with --tls-ca FILE, or ");
         }
     int fd = socket(list->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     rc = listen_on(s, text, fd, list->ai_addr, list->ai_addrlen, is_http);
+    if (rc == DONE) s->listen[s->n_listen - 1].is_tls = a.is_tls;
     freeaddrinfo(list);
     return rc;
 }
@@ -850,7 +892,8 @@ static void conn_accept(server *s, uint32_t i_listen) {
     if (fd < 0) return;
     for (uint32_t i = 0; i < s->o.clients + MAX_STATUS && !c; i++)
         if (s->conns[i].state == C_FREE) c = &s->conns[i];
-    if (!c || !conn_room(c, TIER_HEAD_BYTES + 2 * TIER_MAX_EARLY, 4096)) {
+    if (!c || !conn_room(c, TIER_HEAD_BYTES + 2 * TIER_MAX_EARLY, 4096) ||
+        (s->listen[i_listen].is_tls && !(c->tls = tier_tls_accept(s->tls, fd)))) {
         close(fd);
         return;
     }
@@ -950,6 +993,7 @@ static bool serve_round(server *s) {
 /* Wait for something, at most `ms`, and take it in. */
 static void poll_round(server *s, int ms) {
     struct pollfd fds[1 + MAX_LISTEN + 1 + MAX_CONNS];
+    bool holds[COUNT(fds)] = {false};
     uint32_t who[COUNT(fds)], n = 0;
     uint64_t n_wakes;
     fds[n++] = (struct pollfd){.fd = s->wake_fd, .events = POLLIN};
@@ -958,19 +1002,23 @@ static void poll_round(server *s, int ms) {
     for (uint32_t i = 0; i < MAX_CONNS; i++) {
         const conn *c = &s->conns[i];
         if (c->state == C_FREE) continue;
+        short more = c->tls ? tier_tls_wants(c->tls) : 0;
         bool wants = c->n_out == 0 && !c->has_frame && c->state != C_CLOSING;
         who[n] = i;
+        holds[n] = wants && c->tls && tier_tls_holds(c->tls);
+        if (holds[n]) ms = 0;
         fds[n++] = (struct pollfd){
-            .fd = c->fd, .events = (short)((wants ? POLLIN : 0) | (c->n_out > 0 ? POLLOUT : 0))};
+            .fd = c->fd,
+            .events = (short)((wants ? POLLIN | more : 0) | (c->n_out > 0 ? POLLOUT : 0))};
     }
-    if (poll(fds, n, ms) <= 0) return;
+    if (poll(fds, n, ms) < 0) return;
     if (fds[0].revents && read(s->wake_fd, &n_wakes, sizeof n_wakes) < 0) errno = 0;
     for (uint32_t i = 0; i < s->n_listen; i++)
         if (fds[1 + i].revents) conn_accept(s, i);
     for (uint32_t i = 1 + s->n_listen; i < n; i++) {
         conn *c = &s->conns[who[i]];
         short got = fds[i].revents;
-        if (got == 0 || c->state == C_FREE || c->fd != fds[i].fd) continue;
+        if ((got == 0 && !holds[i]) || c->state == C_FREE || c->fd != fds[i].fd) continue;
         if (c->n_out > 0 && !conn_flush(s, c)) continue;
         if (c->state == C_HTTP)
             conn_http(s, c);
@@ -1005,7 +1053,9 @@ static void serve(server *s) {
         for (uint32_t i = 0; i < MAX_CONNS; i++) {
             conn *c = &s->conns[i];
             if (c->state == C_FREE) continue;
-            if (c->state != C_CLOSING && !c->has_frame && c->n_out == 0)
+            if (c->state == C_HELLO && c->tls) /* perhaps it never will shake hands */
+                conn_close(s, c, NULL);
+            else if (c->state != C_CLOSING && !c->has_frame && c->n_out == 0)
                 conn_refuse(s, c, TIER_GOODBYE, "ending");
             is_empty = is_empty && c->state == C_FREE;
         }
@@ -1015,72 +1065,71 @@ static void serve(server *s) {
 
 /* ==== 7. k3-tier status ==============================================================*/
 
-/* Read one frame of at most 256 bytes; false when it is no good. */
-static bool status_read(int fd, uint8_t *frame, tier_head *h) {
-    if (recv(fd, frame, TIER_HEAD_BYTES, MSG_WAITALL) != (ssize_t)TIER_HEAD_BYTES) return false;
-    if (tier_head_parse(frame, h) || h->n > TIER_MAX_EARLY) return false;
-    if (h->n > 0 && recv(fd, frame + TIER_HEAD_BYTES, h->n, MSG_WAITALL) != (ssize_t)h->n)
-        return false;
-    return tier_sum(frame, h->n) == h->sum;
-}
-
-static bool status_send(int fd, uint8_t *frame, enum tier_type type, uint32_t n) {
-    size_t all = tier_seal(frame, type, 0, n);
-    return send(fd, frame, all, MSG_NOSIGNAL) == (ssize_t)all;
-}
-
-static int status_dial(const char *text) {
-    tier_addr a;
-    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *list = NULL;
-    struct timeval wait = {TIER_HELLO_MS / 1000, 0};
-    struct sockaddr_un sa = {.sun_family = AF_UNIX};
-    int fd = -1;
-    if (!tier_addr_parse(text, &a)) return -1;
-    if (a.is_unix) {
-        strcpy(sa.sun_path, a.path);
-        fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    } else if (getaddrinfo(a.host, a.port, &hints, &list) == 0) {
-        fd = socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    }
-    if (fd >= 0) {
-        setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait);
-        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof wait);
-        if ((a.is_unix ? connect(fd, (struct sockaddr *)&sa, sizeof sa)
-                       : connect(fd, list->ai_addr, list->ai_addrlen)) != 0) {
-            close(fd);
-            fd = -1;
+/* All n bytes, one way or the other. */
+static bool status_bytes(tier_link *l, uint8_t *p, size_t n, bool is_out) {
+    uint64_t until = clock_ns() + TIER_HELLO_MS * 1000000ull;
+    while (n > 0) {
+        ssize_t k = is_out ? l->by->send(l, p, n) : l->by->recv(l, p, n);
+        if (k < 0) return false;
+        if (k == 0 && !tier_link_wait(l, is_out ? POLLOUT : POLLIN, until, NULL, NULL)) {
+            snprintf(l->why, sizeof l->why, "no answer");
+            return false;
         }
+        p += k;
+        n -= (size_t)k;
     }
-    if (list) freeaddrinfo(list);
-    return fd;
+    return true;
+}
+
+/* Read one frame of at most 256 bytes; false when it is no good. */
+static bool status_read(tier_link *l, uint8_t *frame, tier_head *h) {
+    if (!status_bytes(l, frame, TIER_HEAD_BYTES, false)) return false;
+    if (tier_head_parse(frame, h) || h->n > TIER_MAX_EARLY) return false;
+    return status_bytes(l, frame + TIER_HEAD_BYTES, h->n, false) && tier_sum(frame, h->n) == h->sum;
+}
+
+static bool status_send(tier_link *l, uint8_t *frame, enum tier_type type, uint32_t n) {
+    return status_bytes(l, frame, tier_seal(frame, type, 0, n), true);
+}
+
+/* From hello to the first frame behind it; false when it is no good. */
+static bool status_hello(tier_link *l, const tier_key *key, uint8_t *frame, tier_head *h) {
+    uint8_t hello[TIER_HELLO_BYTES], want[32], nonce[TIER_NONCE_BYTES],
+        *p = frame + TIER_HEAD_BYTES;
+    tier_model none = {.numerics = ""};
+    if (!tier_nonce(nonce)) return false;
+    tier_hello_pack(hello, &none, 1, nonce);
+    memcpy(p, hello, sizeof hello);
+    if (!status_send(l, frame, TIER_HELLO, TIER_HELLO_BYTES) || !status_read(l, frame, h))
+        return false;
+    if (h->type != TIER_CHALLENGE || h->n != TIER_CHALLENGE_BYTES || key->n == 0) return true;
+    tier_proof(key, "k3-tier server", hello, p, want);
+    if (CRYPTO_memcmp(want, p + TIER_NONCE_BYTES, 32) != 0) return false;
+    memcpy(nonce, p, sizeof nonce);
+    tier_proof(key, "k3-tier client", hello, nonce, p);
+    return status_send(l, frame, TIER_PROOF, TIER_PROOF_BYTES) && status_read(l, frame, h);
 }
 
 /* Ask a running server for its figures and print them, a name and a number a line. */
-static int status(const char *text, const tier_key *key) {
-    uint8_t frame[TIER_HEAD_BYTES + TIER_MAX_EARLY], hello[TIER_HELLO_BYTES], want[32],
-        nonce[TIER_NONCE_BYTES], *p = frame + TIER_HEAD_BYTES;
+static int status(const char *text, const tier_key *key, tier_trust *trust) {
+    uint8_t frame[TIER_HEAD_BYTES + TIER_MAX_EARLY], *p = frame + TIER_HEAD_BYTES;
     tier_head h = {.n = 0};
-    tier_model none = {.numerics = ""};
-    int fd = status_dial(text), rc = FAIL_IO;
-    if (fd < 0) return fail(FAIL_IO, "status %s: nobody answers", text);
-    bool is_ok = tier_nonce(nonce);
-    tier_hello_pack(hello, &none, 1, nonce);
-    memcpy(p, hello, sizeof hello);
-    is_ok =
-        is_ok && status_send(fd, frame, TIER_HELLO, TIER_HELLO_BYTES) && status_read(fd, frame, &h);
-    if (is_ok && h.type == TIER_CHALLENGE && h.n == TIER_CHALLENGE_BYTES && key->n > 0) {
-        tier_proof(key, "k3-tier server", hello, p, want);
-        is_ok = CRYPTO_memcmp(want, p + TIER_NONCE_BYTES, 32) == 0;
-        memcpy(nonce, p, sizeof nonce);
-        tier_proof(key, "k3-tier client", hello, nonce, p);
-        is_ok = is_ok && status_send(fd, frame, TIER_PROOF, TIER_PROOF_BYTES) &&
-                status_read(fd, frame, &h);
-    }
+    tier_addr a;
+    tier_link l;
+    char why[400];
+    int rc = FAIL_IO;
+    trust->flag = "--tls";
+    if (!tier_addr_parse(text, &a)) return fail(FAIL_USAGE, "status: '%s' is no address", text);
+    if (tier_trust_check(trust, why, sizeof why) < 0) return fail(FAIL_USAGE, "%s", why);
+    if (tier_dial(&l, &a, trust, TIER_HELLO_MS, NULL, NULL) < 0)
+        return fail(FAIL_IO, "status %s: %s", text, l.why);
+    bool is_ok = status_hello(&l, key, frame, &h);
     if (is_ok && h.type == TIER_CHALLENGE) {
         fail(rc, "status %s: it wants a key: give --psk-file", text);
     } else if (!is_ok || h.type != TIER_WELCOME) {
-        fail(rc, "status %s: refused", text);
-    } else if (!status_send(fd, frame, TIER_STATS, 0) || !status_read(fd, frame, &h) ||
+        if (is_ok && h.type == TIER_REFUSE) tier_text(l.why, sizeof l.why, p, h.n);
+        fail(rc, "status %s: refused%s%s", text, l.why[0] ? ": " : "", l.why);
+    } else if (!status_send(&l, frame, TIER_STATS, 0) || !status_read(&l, frame, &h) ||
                h.type != TIER_STATS || h.n != TIER_N_STATS * 8) {
         fail(rc, "status %s: no answer", text);
     } else {
@@ -1088,7 +1137,7 @@ static int status(const char *text, const tier_key *key) {
             printf("%s\t%llu\n", METRIC[i].name, (unsigned long long)tier_get64(p + 8 * i));
         rc = fflush(stdout) == 0 ? DONE : FAIL_IO;
     }
-    close(fd);
+    l.by->close(&l);
     return rc;
 }
 
@@ -1096,16 +1145,23 @@ static int status(const char *text, const tier_key *key) {
 
 static const char HELP[] =
     "usage: k3-tier --model DIR --ram SIZE [options]     hold experts, answer for them\n"
-    "       k3-tier status ADDR [--psk-file FILE]        figures of a running one\n"
+    "       k3-tier status ADDR [--psk-file FILE] [--tls-ca FILE] [--tls-cert FILE]\n"
+    "                                                    figures of a running one\n"
     "\n"
     "Holds experts of a model in memory and answers clients (k3 run --tier ADDR) with their exact\n"
     "weighted sums. What is not in memory is \"missing\" at once and read in the background.\n"
     "\n"
     "  --model DIR       a model directory as downloaded\n"
     "  --ram SIZE        bound for the whole process: 64G, 512M, 1.5GiB, or bytes\n"
-    "  --listen ADDR     HOST:PORT, [V6]:PORT, :PORT or unix:PATH (repeatable; default\n"
-    "                    127.0.0.1:" TIER_PORT "); one that other machines can reach needs a key\n"
+    "  --listen ADDR     HOST:PORT, [V6]:PORT, :PORT, tls:HOST:PORT or unix:PATH (repeatable;\n"
+    "                    default 127.0.0.1:" TIER_PORT
+    "); one that other machines can reach needs a\n"
+    "                    key, or tls: with --tls-ca\n"
     "  --psk-file FILE   a key, 16 bytes or more, that clients must know\n"
+    "  --tls-cert FILE   our certificate, and those between it and its authority, in PEM\n"
+    "  --tls-key FILE    its private key (default: in the same file)\n"
+    "  --tls-ca FILE     let in only clients whose certificate this one signed, or is; with\n"
+    "                    status: the same of the box (default there: the system's authorities)\n"
     "  --insecure        let in whoever can reach the address\n"
     "  --pins FILE       experts to read first and keep, `layer expert` a line\n"
     "  --no-fill         read only pins and what clients want\n"
@@ -1165,6 +1221,9 @@ static const option OPTION[] = {
     {"--ram", O_SIZE, AT(ram), 0, 0},
     {"--listen", O_LISTEN, 0, 0, 0},
     {"--psk-file", O_TEXT, AT(key_file), 0, 0},
+    {"--tls-cert", O_TEXT, AT(tls.cert), 0, 0},
+    {"--tls-key", O_TEXT, AT(tls.key), 0, 0},
+    {"--tls-ca", O_TEXT, AT(tls.ca), 0, 0},
     {"--insecure", O_FLAG, AT(is_insecure), 0, 0},
     {"--pins", O_TEXT, AT(pins), 0, 0},
     {"--no-fill", O_FLAG, AT(no_fill), 0, 0},
@@ -1254,6 +1313,7 @@ static int pins_read(server *s) {
 }
 
 #define OVERHEAD_BYTES (48u << 20) /* code, libraries, stacks, JSON while opening */
+#define TLS_SHARED_BYTES (2u << 20) /* what all connections share                  */
 
 static void *take(size_t n, size_t size) {
     void *p = mmap(NULL, n * size + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -1272,7 +1332,8 @@ static int memory_open(server *s) {
     uint64_t scratch = (BATCH_PAIRS * (lat + s->m.inter) + lat) * 4 +
                        s->n_threads * s->local_floats * 4 + pairs * 8 +
                        s->m.n_experts * (sizeof(item) + sizeof(item *));
-    uint64_t fixed = OVERHEAD_BYTES + n * (4 + 4 + 1 + 60) + client * s->o.clients + scratch;
+    uint64_t tls = s->tls ? TLS_SHARED_BYTES + TIER_TLS_BYTES * (s->o.clients + MAX_STATUS) : 0;
+    uint64_t fixed = OVERHEAD_BYTES + n * (4 + 4 + 1 + 60) + client * s->o.clients + scratch + tls;
     uint64_t per = st->slot_bytes + sizeof(slot) + 8;
     if (s->o.ram < fixed + per)
         return fail(FAIL_BUDGET, "--ram of %llu bytes is below what one expert needs: give %llu",
@@ -1334,10 +1395,26 @@ static int model_open(server *s) {
     return rc < 0 ? fail_status(rc, &err) : DONE;
 }
 
+/* Certificates, and addresses that they are for. */
+static int tls_open(server *s) {
+    tier_trust *t = &s->o.tls;
+    char why[400];
+    bool has_address = false;
+    if (!t->cert && !t->key && !t->ca) return DONE;
+    t->flag = "--tls";
+    for (uint32_t i = 0; i < s->o.n_listen; i++)
+        has_address = has_address || strncmp(s->o.listen[i], "tls:", 4) == 0;
+    if (!has_address)
+        return fail(FAIL_USAGE, "--tls-cert, --tls-key, --tls-ca: no --listen begins with tls:");
+    if (!t->cert) return fail(FAIL_USAGE, "--tls-cert FILE: which certificate is ours?");
+    return tier_tls_open(&s->tls, t, why, sizeof why) < 0 ? fail(FAIL_USAGE, "%s", why) : DONE;
+}
+
 static int server_open(server *s) {
     const char *why = s->o.key_file ? tier_key_read(s->o.key_file, &s->key) : NULL;
     if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", s->o.key_file, why);
-    int rc = model_open(s);
+    int rc = tls_open(s);
+    if (rc == DONE) rc = model_open(s);
     if (rc == DONE) rc = memory_open(s);
     if (rc == DONE && s->o.pins) rc = pins_read(s);
     if (s->o.n_listen == 0) s->o.listen[s->o.n_listen++] = "127.0.0.1:" TIER_PORT;
@@ -1364,6 +1441,7 @@ static void server_close(server *s) {
         close(s->listen[i].fd);
         if (s->listen[i].path[0]) unlink(s->listen[i].path);
     }
+    tier_tls_close(s->tls);
     k3_engine_close(s->e);
     free(st->slots);
     free(st->free);
@@ -1424,7 +1502,7 @@ int main(int argc, char **argv) {
     if (is_status) {
         const char *why = s.o.key_file ? tier_key_read(s.o.key_file, &s.key) : NULL;
         if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", s.o.key_file, why);
-        return addr ? status(addr, &s.key) : fail(FAIL_USAGE, "status: which ADDR?");
+        return addr ? status(addr, &s.key, &s.o.tls) : fail(FAIL_USAGE, "status: which ADDR?");
     }
     if (!s.o.model_dir) return fail(FAIL_USAGE, "--model DIR: which model?");
     if (s.o.ram == 0) return fail(FAIL_USAGE, "--ram SIZE: how much memory may experts take?");

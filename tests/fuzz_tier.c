@@ -133,7 +133,7 @@ static void attack_client(size_t n) {
     pthread_mutex_init(&b->lock, NULL);
     pthread_cond_init(&b->changed, NULL);
     must(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0, "socketpair");
-    b->fd = fds[0];
+    tier_link_plain(&b->link, fds[0]);
     b->is_up = b->is_mine = true;
     memset(b->held, 0xff, (sv.m.n_layers - sv.m.n_dense) * tier_map_bytes(sv.m.n_experts));
     memset(sums, 0, sizeof sums);
@@ -150,7 +150,7 @@ static void attack_client(size_t n) {
          "not all settled");
     for (size_t i = 0; i < ROWS * sv.m.latent; i++)
         must(sums[i] <= 2ll << 57 && sums[i] >= -(2ll << 57), "a sum out of range");
-    if (b->is_mine) close(b->fd);
+    if (b->is_mine) b->link.by->close(&b->link);
     close(fds[1]);
     pthread_mutex_destroy(&b->lock);
     pthread_cond_destroy(&b->changed);

@@ -58,6 +58,7 @@ run "$BUILD/test_stream" demo $quick
 # shellcheck disable=SC2086
 run "$BUILD/test_state" demo tests/data $quick
 run "$BUILD/test_tier" demo
+run "$BUILD/test_dial"
 for target in text config header index state tier; do replay $target; done
 if [ -n "$only_bits" ]; then
     echo "$passed passed, $failed failed, $skipped skipped"
@@ -76,6 +77,7 @@ fi
 # shellcheck disable=SC2086
 run tests/test_cache.sh $quick
 run tests/test_tier.sh demo
+run tests/test_tier_tls.sh demo
 # shellcheck disable=SC2046
 run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
 if [ -z "$quick" ]; then

@@ -1,0 +1,168 @@
+/* tier_tls.c - TLS as `k3-tier` speaks it: OpenSSL over sockets that never wait.
+ *
+ * Much is left out: nothing older than TLS 1.3, no session tickets, no resumption, no early data. A
+ * connection costs one handshake and then lasts for hours; what is not there cannot be wrong.
+ */
+#include "tier_dial.h"
+#include "tier_tls.h"
+
+#include <limits.h>
+#include <openssl/err.h>
+#include <openssl/ssl.h>
+#include <poll.h>
+
+#define MAX_CHAIN_BYTES (32u << 10) /* of a client's certificates */
+
+struct tier_tls {
+    SSL_CTX *ctx;
+};
+
+struct tier_tls_conn {
+    SSL *ssl;
+    short wants;
+    bool is_over; /* after a fault OpenSSL is not called again */
+    char why[160];
+};
+
+/* ---- Certificates and rules ---- */
+
+/* OpenSSL's own words for what just failed. */
+static void ssl_words(char *to, size_t cap) {
+    unsigned long e = ERR_get_error();
+    const char *reason = e ? ERR_reason_error_string(e) : NULL;
+    snprintf(to, cap, "%s", reason ? reason : "no reason given");
+    ERR_clear_error();
+}
+
+static bool tls_load(SSL_CTX *ctx, const tier_trust *t) {
+    STACK_OF(X509_NAME) * names;
+    if (SSL_CTX_use_certificate_chain_file(ctx, t->cert) != 1 ||
+        SSL_CTX_use_PrivateKey_file(ctx, t->key ? t->key : t->cert, SSL_FILETYPE_PEM) != 1)
+        return false;
+    if (!t->ca) return true;
+    if (SSL_CTX_load_verify_file(ctx, t->ca) != 1 || !(names = SSL_load_client_CA_file(t->ca)))
+        return false;
+    SSL_CTX_set_client_CA_list(ctx, names);
+    SSL_CTX_set_verify(ctx, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, NULL);
+    X509_VERIFY_PARAM_set_flags(SSL_CTX_get0_param(ctx), X509_V_FLAG_PARTIAL_CHAIN);
+    return true;
+}
+
+int tier_tls_open(tier_tls **out, const tier_trust *trust, char *why, size_t n_why) {
+    *out = NULL;
+    if (tier_trust_check(trust, why, n_why) < 0) return -1;
+    tier_tls *t = calloc(1, sizeof *t);
+    SSL_CTX *ctx = SSL_CTX_new(TLS_server_method());
+    bool is_ok = t && ctx && SSL_CTX_set_min_proto_version(ctx, TLS1_3_VERSION) == 1;
+    if (is_ok) {
+        SSL_CTX_set_num_tickets(ctx, 0);
+        SSL_CTX_set_session_cache_mode(ctx, SSL_SESS_CACHE_OFF);
+        SSL_CTX_set_max_early_data(ctx, 0);
+        SSL_CTX_set_options(ctx, SSL_OP_NO_TICKET | SSL_OP_NO_RENEGOTIATION);
+        SSL_CTX_set_mode(ctx, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER |
+                                  SSL_MODE_RELEASE_BUFFERS);
+        SSL_CTX_set_max_cert_list(ctx, MAX_CHAIN_BYTES);
+        SSL_CTX_set_verify_depth(ctx, 4);
+        is_ok = tls_load(ctx, trust);
+    }
+    if (is_ok) {
+        t->ctx = ctx;
+        *out = t;
+        return 0;
+    }
+    char words[120];
+    ssl_words(words, sizeof words);
+    snprintf(why, n_why, "%s-cert %s: %s", trust->flag, trust->cert, words);
+    SSL_CTX_free(ctx);
+    free(t);
+    return -1;
+}
+
+void tier_tls_close(tier_tls *t) {
+    if (!t) return;
+    SSL_CTX_free(t->ctx);
+    free(t);
+}
+
+/* ---- One connection ---- */
+
+tier_tls_conn *tier_tls_accept(tier_tls *t, int fd) {
+    tier_tls_conn *c = calloc(1, sizeof *c);
+    if (c && (c->ssl = SSL_new(t->ctx)) != NULL && SSL_set_fd(c->ssl, fd) == 1) {
+        SSL_set_accept_state(c->ssl);
+        return c;
+    }
+    if (c) SSL_free(c->ssl);
+    free(c);
+    ERR_clear_error();
+    return NULL;
+}
+
+/* Nothing unread may be left when the socket is closed, or a reset overtakes our last words. */
+static void conn_drain(const tier_tls_conn *c) {
+    uint8_t away[4096];
+    int fd = SSL_get_fd(c->ssl);
+    for (int i = 0; i < 16 && recv(fd, away, sizeof away, MSG_DONTWAIT) > 0; i++) {
+    }
+}
+
+/* What a call that gave nothing means. */
+static ssize_t conn_result(tier_tls_conn *c, int rc) {
+    int e = SSL_get_error(c->ssl, rc);
+    char words[120];
+    c->wants = e == SSL_ERROR_WANT_WRITE ? POLLOUT : 0;
+    if (e == SSL_ERROR_WANT_READ || e == SSL_ERROR_WANT_WRITE) return 0;
+    c->is_over = true;
+    conn_drain(c);
+    if (e != SSL_ERROR_SSL) return -1; /* a goodbye, or the socket broke */
+    ssl_words(words, sizeof words);
+    if (SSL_is_init_finished(c->ssl) && strstr(words, "unexpected eof")) return -1;
+    long v = SSL_get_verify_result(c->ssl);
+    if (v == X509_V_OK)
+        snprintf(c->why, sizeof c->why, "TLS: %s", words);
+    else
+        snprintf(c->why, sizeof c->why, "TLS: its certificate: %s",
+                 X509_verify_cert_error_string(v));
+    return -1;
+}
+
+ssize_t tier_tls_recv(tier_tls_conn *c, void *p, size_t n) {
+    if (c->is_over) return -1;
+    ERR_clear_error();
+    int got = SSL_read(c->ssl, p, n < INT_MAX ? (int)n : INT_MAX);
+    if (got <= 0) return conn_result(c, got);
+    c->wants = 0;
+    return got;
+}
+
+ssize_t tier_tls_send(tier_tls_conn *c, const void *p, size_t n) {
+    if (c->is_over) return -1;
+    ERR_clear_error();
+    short wants = c->wants;
+    int put = SSL_write(c->ssl, p, n < INT_MAX ? (int)n : INT_MAX);
+    if (put > 0) return put;
+    ssize_t rc = conn_result(c, put);
+    c->wants = wants; /* recv's */
+    return rc;
+}
+
+bool tier_tls_is_plain(const tier_tls_conn *c) {
+    uint8_t p[3];
+    return SSL_in_before(c->ssl) &&
+           recv(SSL_get_fd(c->ssl), p, sizeof p, MSG_PEEK | MSG_DONTWAIT) == (ssize_t)sizeof p &&
+           memcmp(p, "K3T", sizeof p) == 0;
+}
+
+const char *tier_tls_why(const tier_tls_conn *c) { return c->why[0] ? c->why : NULL; }
+
+bool tier_tls_holds(const tier_tls_conn *c) { return !c->is_over && SSL_pending(c->ssl) > 0; }
+
+short tier_tls_wants(const tier_tls_conn *c) { return c->wants; }
+
+void tier_tls_end(tier_tls_conn *c) {
+    ERR_clear_error();
+    if (!c->is_over && SSL_is_init_finished(c->ssl)) SSL_shutdown(c->ssl);
+    SSL_free(c->ssl);
+    ERR_clear_error();
+    free(c);
+}
