@@ -44,7 +44,7 @@ NVCC_BITS   = -std=c++17 --fmad=false --ftz=false --prec-div=true --prec-sqrt=tr
 GPU_KNOWN   = $(shell $(NVCC) --list-gpu-arch 2>/dev/null)
 GPU_ARCHS  ?= $(foreach n,80 89 90 100 120,$(if $(filter compute_$(n),$(GPU_KNOWN)),$(n)))
 GPU_LIBS    = -L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt
-GPU_OBJECTS = $(BUILD)/gpu_tier.o
+GPU_OBJECTS = $(BUILD)/gpu_tier.o $(BUILD)/gpu_bench.o
 
 ALL_CFLAGS = $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_OMP) $(K3_SAN) $(K3_SETS:%=-DK3_HAVE_%) -MMD -MP
 ALL_CFLAGS += $(if $(K3_CURL),-DK3_CURL)
@@ -53,6 +53,7 @@ DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
+COMMANDS = $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(BUILD)/k3_gpu.o
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
           $(BUILD)/test_stage $(BUILD)/test_dial $(BUILD)/tier_chaos
@@ -80,7 +81,7 @@ help:
 	@echo "make clean       remove $(BUILD)*"
 	@echo "Variables: CC CFLAGS LDFLAGS BUILD PREFIX V=1; CURL=0: no TLS and no proxies to far boxes"
 
-$(BUILD)/k3: $(BUILD)/k3_cli.o $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(ENGINE)
+$(BUILD)/k3: $(BUILD)/k3_cli.o $(COMMANDS) $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
@@ -97,14 +98,23 @@ $(BUILD)/tier_server_gpu.o: tier_server.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -DK3_HAVE_GPU -c -o $@ $<
 
+$(BUILD)/gpu_bench.o: gpu_bench.c | $(BUILD)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -DK3_HAVE_GPU -c -o $@ $<
+
 $(BUILD)/gpu_tier.o: gpu_tier.cu gpu_tier.h kernels.h | $(BUILD)
 	$(call say,NVCC $<)
-	$(Q)$(NVCC) -O3 $(NVCC_BITS) $(foreach n,$(GPU_ARCHS),-gencode=arch=compute_$(n),code=sm_$(n)) \
+	$(Q)$(NVCC) -O3 $(NVCC_BITS) -DK3_HAVE_GPU $(foreach n,$(GPU_ARCHS),-gencode=arch=compute_$(n),code=sm_$(n)) \
 	  -gencode=arch=compute_$(lastword $(GPU_ARCHS)),code=compute_$(lastword $(GPU_ARCHS)) -c -o $@ $<
+
+# The GPU arm's part of the server, with a CPU that plays GPU.
+$(BUILD)/k3-tier-fake: tests/fake_gpu.c $(BUILD)/tier_server_gpu.o $(BUILD)/tier_tls.o $(ENGINE)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -DK3_HAVE_GPU $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 
 $(BUILD)/test_gpu: tests/test_gpu.c $(GPU_OBJECTS) $(BUILD)/k3.o $(PARTS)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS) $(GPU_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) -DK3_HAVE_GPU $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS) $(GPU_LIBS)
 
 $(BUILD)/kernels_%.o: kernels_%.c | $(BUILD)
 	$(call say,CC   $<)
@@ -157,7 +167,7 @@ $(BUILD)/k3_cli_test.o: k3_cli.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(DEMO_DIRS) -Dmain=k3_main -Wno-missing-prototypes -c -o $@ $<
 
-$(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(ENGINE)
+$(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(filter-out %/k3_chat.o,$(COMMANDS)) $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 

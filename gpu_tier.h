@@ -92,4 +92,8 @@ int gpu_bandwidth(gpu *g, double *read, double *copy, char *why, size_t n_why);
 #ifdef __cplusplus
 }
 #endif
+
+#ifndef K3_HAVE_GPU
+#include "gpu_none.h"
+#endif
 #endif

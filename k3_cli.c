@@ -410,6 +410,10 @@ static const cli_option OPTION[] = {
     {"--tier", "ADDR", KIND_TIER, 0, RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
      "a box that holds experts in memory: HOST:PORT, [V6]:PORT, tls:HOST:PORT\n"
      "or unix:PATH; asked for what would be read from disk here (repeatable)"},
+    {"--gpu", NULL, KIND_FLAG, AT(gpu), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
+     "a box of our own: a k3-tier on this machine that holds experts in the\n"
+     "GPU's memory (`make gpu`), started or joined; it takes 2 GiB of RAM\n"
+     "beside --ram, serves others of yours too and ends ten minutes after them"},
     {"--psk-file", "FILE", KIND_TEXT, AT(psk_file), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
      "the key that boxes ask for, and must themselves know"},
     {"--tier-ca", "FILE", KIND_TEXT, AT(tier_ca), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
@@ -1005,6 +1009,22 @@ static uint64_t proc_bytes(const char *path, const char *key) {
     return (uint64_t)kib * 1024;
 }
 
+/* The boxes that were named, and our own. */
+static const char *const *tiers_with_gpu(const cli_args *a, const char *dir, console *con) {
+    static const char *tiers[MAX_TIER + 2];
+    static char address[160];
+    char why[700];
+    memcpy(tiers, a->tier, a->n_tier * sizeof *tiers);
+    tiers[a->n_tier] = tiers[a->n_tier + 1] = NULL;
+    if (gpu_join(dir, a->pins, address, sizeof address, why, sizeof why)) {
+        tiers[a->n_tier] = address;
+    } else {
+        console_clear(con);
+        fprintf(stderr, "k3: %s; going on without\n", why);
+    }
+    return tiers;
+}
+
 /* The engine's options as the command line has them; notes and progress go to `con`. */
 k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     k3_options o;
@@ -1033,6 +1053,7 @@ k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     o.tier_wait_us = (uint32_t)a->tier_wait;
     o.tier_audit = (uint32_t)a->tier_audit;
     o.tier_hedge = a->tier_hedge;
+    if (a->gpu) o.tiers = tiers_with_gpu(a, dir, con);
     if (is_given(a, "--lora-eps")) o.eps_lora = a->lora_eps;
     if (a->golden) o.eps_lora = 1e-5f;
     o.note = console_note;
@@ -1728,7 +1749,7 @@ static void json_put_disk(json_object *o, const run_state *r) {
     json_put_count(o, "guesses", st.guesses);
     json_put_count(o, "guess_hits", st.guess_hits);
     json_put_count(o, "wasted_bytes", st.wasted_bytes);
-    if (!r->a->n_tier) return;
+    if (!r->a->n_tier && !r->a->gpu) return;
     json_put_count(o, "far_asked", st.far_asked);
     json_put_count(o, "far_served", st.far_served);
     json_put_count(o, "far_late", st.far_late);
@@ -1800,7 +1821,7 @@ static int run_report(const run_state *r) {
         fprintf(r->trace.f ? r->trace.f : stderr, "trace_fnv %016llx\n",
                 (unsigned long long)r->trace_fnv);
     if (r->says_disk) run_say_disk(r);
-    if (r->a->n_tier && !r->a->quiet) run_say_tier(r);
+    if ((r->a->n_tier || r->a->gpu) && !r->a->quiet) run_say_tier(r);
     if (!r->a->quiet)
         say("prompt %zu ids, %.1f tok/s; answer %zu ids, %.1f tok/s (%s); "
             "ids_fnv %016llx logits_fnv %016llx",

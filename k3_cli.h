@@ -77,7 +77,7 @@ typedef struct {
     size_t n_tier;
     const char *psk_file, *tier_ca, *tier_cert, *tier_key;
     uint64_t spin_us, tier_wait, tier_audit;
-    bool tier_hedge;
+    bool tier_hedge, gpu;
     const char *hop[MAX_TIER + 1]; /* NULL-ended                              */
     size_t n_hop;
     uint64_t requests, sustain;
@@ -172,5 +172,10 @@ int cmd_chat(const cli_args *a);
 int cmd_slice(const cli_args *a);
 int cmd_stage(const cli_args *a);
 int bench_hop(const cli_args *a); /* k3 bench --hop */
+
+/* --gpu: the address of a k3-tier on this machine that serves this model from VRAM, started if there
+ * is none. False and one line in `why` when it cannot be had. */
+bool gpu_join(const char *model_dir, const char *pins, char *address, size_t cap, char *why,
+              size_t n_why);
 
 #endif

@@ -294,6 +294,9 @@ enum tier_stat {
     TIER_STAT_EVICTED,
     TIER_STAT_RSS_BYTES,
     TIER_STAT_STAGED, /* experts that came over the wire */
+    TIER_STAT_VRAM_CAPACITY,
+    TIER_STAT_VRAM_HELD,
+    TIER_STAT_GPU_SERVED,
     TIER_N_STATS
 };
 

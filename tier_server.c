@@ -19,6 +19,8 @@
  */
 #include "experts.h"
 
+#include "gpu_bench.h"
+#include "gpu_tier.h"
 #include "tier_dial.h"
 #include "tier_tls.h"
 #include "slice.h"
@@ -89,6 +91,12 @@ typedef struct {
     expert_view view;
 } slot;
 
+/* A place in VRAM (section 4). */
+typedef struct {
+    uint32_t index, pins; /* expert */
+    bool is_full, is_kept;
+} vram_slot;
+
 typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t work; /* for those who warm                         */
@@ -110,12 +118,17 @@ typedef struct {
     uint32_t n_readable;      /* experts that can be read here              */
     uint64_t n_warmed, n_evicted;
     bool is_stopping, is_filling;
+
+    int32_t *vram_of; /* [n_moe x n_experts]; NONE, or a slot in VRAM; all NONE without a GPU */
+    vram_slot *vram;
+    uint32_t n_vram, n_in_vram, n_twice; /* slots; full ones; experts both here and there */
+    bool has_vram;                       /* the arm works                                 */
 } store;
 
 #define NONE (-1)
 #define WARMERS 4
 
-/* ---- One connection (section 5) ---- */
+/* ---- One connection (section 6) ---- */
 
 enum conn_state { C_FREE, C_HELLO, C_PROOF, C_UP, C_STATUS, C_STAGE, C_HTTP, C_CLOSING };
 
@@ -153,8 +166,8 @@ typedef struct {
 
 typedef struct {
     uint32_t ie, n, first, at; /* pairs [first, first + n); its first in the batch */
-    int32_t i_slot;
-    bool is_bad;
+    int32_t i_slot, i_vram;
+    bool is_bad, on_gpu;
     expert_view view;
 } item;
 
@@ -163,9 +176,10 @@ typedef struct {
         *dump;
     const char *listen[MAX_LISTEN + 1];
     uint32_t n_listen, threads, spin_us, clients;
-    uint64_t ram;
+    uint32_t gpu_device, linger_s; /* linger 0: for ever */
+    uint64_t ram, vram;
     tier_trust tls;
-    bool is_insecure, no_fill;
+    bool is_insecure, no_fill, has_gpu;
 } options;
 
 typedef struct {
@@ -182,11 +196,15 @@ typedef struct {
     store st;
     uint32_t n_moe, n_threads;
 
-    float *zp, *zpair, *hpair, *local; /* section 4 */
+    float *zp, *zpair, *hpair, *local; /* section 5 */
     uint64_t local_floats;
     item *items, **batch;
     uint32_t *pair_row;
     float *pair_w;
+    gpu *gpu; /* NULL: none; turned off it stays open until the end */
+    gpu_item *gpu_items;
+    uint8_t *gpu_bad;
+    float gpu_ns, cpu_ns; /* of one pair, running averages; 0: not known yet */
 
     conn conns[MAX_CONNS];
     struct {
@@ -198,6 +216,7 @@ typedef struct {
     int wake_fd;
     FILE *dump;
     uint64_t start_ns, busy_ns; /* busy: last time that something came */
+    uint64_t client_ns;         /* last time that a client was there   */
     uint64_t stats[TIER_N_STATS];
 } server;
 
@@ -226,27 +245,36 @@ static void store_tell(server *s, uint32_t il, uint32_t ie, bool is_held) {
     st->n_changes++;
 }
 
-/* Pin an expert; NONE when it is not in memory. */
-static int32_t store_pin(server *s, uint32_t il, uint32_t ie, uint32_t n_pairs, expert_view *x) {
+/* Is expert i in memory, of either kind? */
+static bool store_has(const store *st, size_t i) {
+    return st->slot_of[i] != NONE || st->vram_of[i] != NONE;
+}
+
+/* Pin an expert where it lies; false when it is not in memory. */
+static bool store_pin(server *s, uint32_t il, item *it) {
     store *st = &s->st;
-    size_t i = index_of(s, il, ie);
+    size_t i = index_of(s, il, it->ie);
     pthread_mutex_lock(&st->lock);
-    int32_t at = st->slot_of[i];
-    if (st->heat[i] >= 0) st->heat[i] += (float)n_pairs;
-    if (at != NONE) {
-        st->slots[at].pins++;
-        *x = st->slots[at].view;
-    } else {
-        pthread_cond_signal(&st->work);
+    if (st->heat[i] >= 0) st->heat[i] += (float)it->n;
+    it->i_slot = st->slot_of[i];
+    it->i_vram = st->vram_of[i];
+    if (it->i_slot != NONE) {
+        st->slots[it->i_slot].pins++;
+        it->view = st->slots[it->i_slot].view;
     }
+    if (it->i_vram != NONE) st->vram[it->i_vram].pins++;
+    bool is_here = it->i_slot != NONE || it->i_vram != NONE;
+    if (!is_here) pthread_cond_broadcast(&st->work);
     pthread_mutex_unlock(&st->lock);
-    return at;
+    return is_here;
 }
 
 static void store_unpin(server *s, const item *items, uint32_t n) {
     pthread_mutex_lock(&s->st.lock);
-    for (uint32_t x = 0; x < n; x++)
+    for (uint32_t x = 0; x < n; x++) {
         if (items[x].i_slot != NONE) s->st.slots[items[x].i_slot].pins--;
+        if (items[x].i_vram != NONE) s->st.vram[items[x].i_vram].pins--;
+    }
     pthread_mutex_unlock(&s->st.lock);
 }
 
@@ -281,7 +309,7 @@ static int64_t warm_wanted(const server *s) {
     const store *st = &s->st;
     int64_t best = NONE;
     for (size_t i = 0; i < (size_t)s->n_moe * s->m.n_experts; i++)
-        if (st->slot_of[i] == NONE && !st->is_coming[i] && st->heat[i] > 0 &&
+        if (!store_has(st, i) && !st->is_coming[i] && st->heat[i] > 0 &&
             (best == NONE || st->heat[i] > st->heat[best]))
             best = (int64_t)i;
     return best;
@@ -290,7 +318,7 @@ static int64_t warm_wanted(const server *s) {
 static int64_t warm_pin(store *st) {
     while (st->i_pin < st->n_pins) {
         uint32_t i = st->pins[st->i_pin++];
-        if (st->slot_of[i] == NONE && !st->is_coming[i] && st->heat[i] >= 0) return i;
+        if (!store_has(st, i) && !st->is_coming[i] && st->heat[i] >= 0) return i;
     }
     return NONE;
 }
@@ -299,47 +327,74 @@ static int64_t warm_fill(const server *s, store *st) {
     uint64_t n = (uint64_t)s->n_moe * s->m.n_experts;
     while (st->is_filling && st->fill_n < st->n_order) {
         uint32_t i = st->order[st->fill_n++];
-        if (st->slot_of[i] == NONE && !st->is_coming[i] && st->heat[i] >= 0) return i;
+        if (!store_has(st, i) && !st->is_coming[i] && st->heat[i] >= 0) return i;
     }
     while (st->is_filling && st->fill_n < n && st->n_order == 0) {
         uint64_t k = (st->fill_at + st->fill_n++) % n; /* all layers get their share */
         uint64_t i = k % s->n_moe * s->m.n_experts + k / s->n_moe;
-        if (st->slot_of[i] == NONE && !st->is_coming[i] && st->heat[i] >= 0) return (int64_t)i;
+        if (!store_has(st, i) && !st->is_coming[i] && st->heat[i] >= 0) return (int64_t)i;
     }
     return NONE;
 }
 
-/* Take the coldest slot from its expert, if that is colder than `heat`; lock held. */
+/* May a slot's expert be taken from it for one of that heat? Yes when VRAM has it as well. Those that
+ * --keep still has to write stay. */
+static bool warm_may_evict(const server *s, const slot *x, size_t at, float heat) {
+    if (x->pins > 0 || (x->is_kept && s->o.keep_dir)) return false;
+    if (s->st.vram_of[at] != NONE) return true;
+    return !x->is_kept && 1.25f * s->st.heat[at] + 1.0f < heat;
+}
+
+/* Take the coldest slot from its expert: of those that VRAM has as well any, of the others one that
+ * is clearly colder than `heat`. Lock held. */
 static int32_t warm_evict(server *s, float heat) {
     store *st = &s->st;
     int32_t coldest = NONE;
-    float least = heat;
+    float least = 0.0f;
+    bool is_twice = false;
     for (uint32_t i = 0; i < st->n_slots; i++) {
-        const slot *x = &st->slots[i];
-        size_t at = index_of(s, x->il, x->ie);
-        if (st->slot_of[at] != (int32_t)i || x->pins > 0 || x->is_kept) continue;
-        if (1.25f * st->heat[at] + 1.0f >= least) continue;
-        least = 1.25f * st->heat[at] + 1.0f;
+        size_t at = index_of(s, st->slots[i].il, st->slots[i].ie);
+        if (st->slot_of[at] != (int32_t)i || !warm_may_evict(s, &st->slots[i], at, heat)) continue;
+        bool is = st->vram_of[at] != NONE;
+        if (coldest != NONE && (is < is_twice || (is == is_twice && st->heat[at] >= least)))
+            continue;
+        least = st->heat[at];
         coldest = (int32_t)i;
+        is_twice = is;
     }
     if (coldest == NONE) return NONE;
     slot *x = &st->slots[coldest];
     st->slot_of[index_of(s, x->il, x->ie)] = NONE;
+    st->n_twice -= is_twice;
+    if (is_twice) return coldest; /* it is still here */
     store_tell(s, x->il, x->ie, false);
     st->n_held--;
     st->n_evicted++;
     return coldest;
 }
 
+/* A slot for an expert of that heat; NONE when there is none. Lock held. */
+static int32_t warm_slot(server *s, float heat) {
+    store *st = &s->st;
+    return st->n_free > 0 ? (int32_t)st->free[--st->n_free] : warm_evict(s, heat);
+}
+
 /* The next expert to read and a slot for it; false when there is none now. Lock held. */
 static bool warm_next(server *s, size_t *expert, int32_t *i_slot) {
     store *st = &s->st;
-    int64_t pin = st->n_free > 0 ? warm_pin(st) : NONE, i = pin;
+    bool has_room = st->n_free > 0 || st->n_twice > 0;
+    const uint32_t i_pin = st->i_pin;
+    const uint64_t fill_n = st->fill_n;
+    int64_t pin = has_room ? warm_pin(st) : NONE, i = pin;
     if (i == NONE) i = warm_wanted(s);
-    if (i == NONE && st->n_free > 0) i = warm_fill(s, st);
+    if (i == NONE && has_room) i = warm_fill(s, st);
     if (i == NONE) return false;
-    *i_slot = st->n_free > 0 ? (int32_t)st->free[--st->n_free] : warm_evict(s, st->heat[i]);
-    if (*i_slot == NONE) return false;
+    *i_slot = warm_slot(s, st->heat[i]);
+    if (*i_slot == NONE) { /* what is here twice is in use just now: come again */
+        st->i_pin = i_pin;
+        st->fill_n = fill_n;
+        return false;
+    }
     st->slots[*i_slot].is_kept = pin != NONE;
     st->is_coming[i] = 1;
     *expert = (size_t)i;
@@ -363,6 +418,7 @@ static void warm_done(server *s, size_t i, int32_t i_slot, int rc, const expert_
     st->n_held++;
     st->n_warmed++;
     store_tell(s, to->il, to->ie, true);
+    if (st->has_vram) pthread_cond_broadcast(&st->work); /* the arm may want it */
 }
 
 /* Read an expert, from the slice if it has it, else or then from the model. */
@@ -403,7 +459,170 @@ static void *warm_main(void *arg) {
     return NULL;
 }
 
-/* ==== 4. Computing one request =======================================================
+/* ==== 4. VRAM ========================================================================
+ *
+ * With --gpu an expert may lie in a slot, in VRAM, or in both. A thread of its own copies the hottest
+ * from their slots; a slot whose expert VRAM has as well is the first to make room for another, so
+ * that in the end both kinds are full of different ones. When the device fails, the arm is off for
+ * good: what only it held is missing, and read again like anything else.
+ */
+
+/* The hottest expert that VRAM lacks, and a place there for it; false when there is none now. Lock
+ * held. */
+static bool vram_next(server *s, uint32_t *i_slot, uint32_t *i_vram) {
+    store *st = &s->st;
+    int64_t hottest = NONE, to = NONE;
+    float most = 0.0f, least = 0.0f;
+    for (uint32_t i = 0; i < st->n_slots; i++) {
+        const slot *x = &st->slots[i];
+        size_t at = index_of(s, x->il, x->ie);
+        if (st->slot_of[at] != (int32_t)i || st->vram_of[at] != NONE) continue;
+        float heat = st->heat[at] + (x->is_kept ? 0x1p30f : 0.0f);
+        if (hottest != NONE && heat <= most) continue;
+        hottest = i;
+        most = heat;
+    }
+    if (hottest == NONE) return false;
+    for (uint32_t i = 0; i < st->n_vram; i++) {
+        const vram_slot *x = &st->vram[i];
+        float heat = x->is_full ? 1.25f * st->heat[x->index] + 1.0f : -2.0f;
+        if (x->pins > 0 || x->is_kept || heat >= most || (to != NONE && heat >= least)) continue;
+        to = i;
+        least = heat;
+    }
+    *i_slot = (uint32_t)hottest;
+    *i_vram = (uint32_t)to;
+    return to != NONE;
+}
+
+/* A place in VRAM loses its expert. Lock held. */
+static void vram_evict(server *s, vram_slot *x) {
+    store *st = &s->st;
+    if (!x->is_full) return;
+    st->vram_of[x->index] = NONE;
+    st->n_in_vram--;
+    x->is_full = x->is_kept = false;
+    if (st->slot_of[x->index] != NONE) {
+        st->n_twice--;
+        return;
+    }
+    store_tell(s, s->m.n_dense + x->index / s->m.n_experts, x->index % s->m.n_experts, false);
+    st->n_held--;
+    st->n_evicted++;
+}
+
+/* The device failed. */
+static void vram_off(server *s, const char *why) {
+    store *st = &s->st;
+    pthread_mutex_lock(&st->lock);
+    if (st->has_vram) say("%s; going on without the GPU", why);
+    st->has_vram = false;
+    for (uint32_t i = 0; i < st->n_vram; i++) vram_evict(s, &st->vram[i]);
+    pthread_cond_broadcast(&st->work);
+    pthread_mutex_unlock(&st->lock);
+}
+
+/* Copy one slot to one place in VRAM; lock held, but not while it is copied. */
+static void vram_fill(server *s, slot *from, uint32_t i_vram) {
+    store *st = &s->st;
+    vram_slot *to = &st->vram[i_vram];
+    size_t i = index_of(s, from->il, from->ie);
+    expert_view x = from->view;
+    char why[512];
+    vram_evict(s, to);
+    from->pins++;
+    to->pins++;
+    pthread_mutex_unlock(&st->lock);
+    if (gpu_upload(s->gpu, i_vram, x.p, why, sizeof why) < 0) vram_off(s, why);
+    pthread_mutex_lock(&st->lock);
+    from->pins--;
+    to->pins--;
+    if (!st->has_vram) return;
+    to->index = (uint32_t)i;
+    to->is_full = true;
+    to->is_kept = from->is_kept;
+    st->vram_of[i] = (int32_t)i_vram;
+    st->n_in_vram++;
+    st->n_twice++;
+    pthread_cond_broadcast(&st->work); /* its slot may go */
+}
+
+/* The thread that fills VRAM. */
+static void *vram_main(void *arg) {
+    server *s = arg;
+    store *st = &s->st;
+    uint32_t i_slot, i_vram;
+    pthread_mutex_lock(&st->lock);
+    while (!st->is_stopping) {
+        if (st->has_vram && vram_next(s, &i_slot, &i_vram))
+            vram_fill(s, &st->slots[i_slot], i_vram);
+        else
+            pthread_cond_wait(&st->work, &st->lock);
+    }
+    pthread_mutex_unlock(&st->lock);
+    return NULL;
+}
+
+/* Who computes what: VRAM's experts the GPU; but of those that are here as well the CPU takes some,
+ * as long as it is done with them before the GPU is with the rest. */
+static void vram_share(server *s, uint32_t n_items) {
+    float gpu_ns = 0, cpu_ns = 0;
+    for (uint32_t x = 0; x < n_items; x++) {
+        item *it = &s->items[x];
+        it->on_gpu = it->i_vram != NONE;
+        gpu_ns += it->on_gpu ? s->gpu_ns * (float)it->n : 0;
+        cpu_ns += !it->on_gpu && it->i_slot != NONE ? s->cpu_ns * (float)it->n : 0;
+    }
+    for (uint32_t x = 0; x < n_items && s->gpu_ns > 0 && s->cpu_ns > 0; x++) {
+        item *it = &s->items[x];
+        float more = s->cpu_ns * (float)it->n, less = s->gpu_ns * (float)it->n;
+        if (!it->on_gpu || it->i_slot == NONE || cpu_ns + more >= gpu_ns - less) continue;
+        it->on_gpu = false;
+        cpu_ns += more;
+        gpu_ns -= less;
+    }
+}
+
+/* Start what the GPU has; how many experts, 0 also when it fails. */
+static uint32_t vram_begin(server *s, const tier_request *r, const float *z) {
+    char why[512];
+    uint32_t n = 0;
+    for (uint32_t x = 0; x < r->n_experts; x++) {
+        const item *it = &s->items[x];
+        if (it->on_gpu && !it->is_bad)
+            s->gpu_items[n++] = (gpu_item){(uint32_t)it->i_vram, it->first, it->n, 0};
+    }
+    if (n == 0 || gpu_begin(s->gpu, z, r->n_rows, s->gpu_items, n, s->pair_row, s->pair_w,
+                            r->n_pairs, why, sizeof why) == 0)
+        return n;
+    vram_off(s, why);
+    return 0;
+}
+
+/* Add the GPU's sums to Q; once more without what went bad there. False when it fails. */
+static bool vram_end(server *s, const tier_request *r, const float *z, int64_t *Q) {
+    char why[512];
+    for (;;) {
+        int n_bad = gpu_end(s->gpu, Q, s->gpu_bad, why, sizeof why);
+        if (n_bad < 0) vram_off(s, why);
+        if (n_bad <= 0) return n_bad == 0;
+        for (uint32_t x = 0, i = 0; x < r->n_experts; x++)
+            if (s->items[x].on_gpu && !s->items[x].is_bad) s->items[x].is_bad = s->gpu_bad[i++];
+        bool is_any = false;
+        for (uint32_t x = 0; x < r->n_experts; x++)
+            is_any = is_any || (s->items[x].on_gpu && !s->items[x].is_bad);
+        if (vram_begin(s, r, z) == 0) return !is_any;
+    }
+}
+
+/* A running average of nanoseconds a pair. */
+static void average(float *mean, uint64_t ns, uint32_t n_pairs) {
+    if (n_pairs == 0) return;
+    float now = (float)ns / (float)n_pairs;
+    *mean = *mean > 0 ? 0.9f * *mean + 0.1f * now : now;
+}
+
+/* ==== 5. Computing one request =======================================================
  *
  * As section 11 of k3.c does it: experts in batches of as many pairs as scratch has room for, tiles
  * of rows over threads. */
@@ -470,7 +689,7 @@ static bool compute_sum(server *s, const float *z, uint32_t n_rows, uint32_t n_i
         uint32_t n_batch = 0, n_pairs = 0;
         for (; x < n_items && n_pairs + s->items[x].n <= BATCH_PAIRS; x++) {
             item *it = &s->items[x];
-            if (it->i_slot == NONE || it->is_bad) continue;
+            if (it->i_slot == NONE || it->is_bad || it->on_gpu) continue;
             it->at = n_pairs;
             n_pairs += it->n;
             s->batch[n_batch++] = it;
@@ -479,6 +698,37 @@ static bool compute_sum(server *s, const float *z, uint32_t n_rows, uint32_t n_i
     }
     for (uint32_t x = 0; x < n_items; x++) is_good = is_good && !s->items[x].is_bad;
     return is_good;
+}
+
+/* The same, once more without what went bad in it. */
+static void compute_cpu(server *s, const tier_request *r, const float *z, int64_t *Q) {
+    if (r->n_rows == 1) s->math.k->pack(s->zp, 1, 0, z, s->math.latent);
+    if (!compute_sum(s, z, r->n_rows, r->n_experts, Q))
+        compute_sum(s, z, r->n_rows, r->n_experts, Q);
+}
+
+/* The same of both kinds of memory, at the same time. */
+static void compute_both(server *s, const tier_request *r, const float *z, int64_t *Q) {
+    uint32_t n_cpu = 0, n_gpu = 0;
+    vram_share(s, r->n_experts);
+    uint64_t start = clock_ns();
+    bool is_on = vram_begin(s, r, z) > 0;
+    for (uint32_t x = 0; x < r->n_experts; x++) {
+        item *it = &s->items[x];
+        it->on_gpu = it->on_gpu && is_on;
+        n_gpu += it->on_gpu ? it->n : 0;
+        n_cpu += !it->on_gpu && it->i_slot != NONE ? it->n : 0;
+    }
+    compute_cpu(s, r, z, Q);
+    uint64_t middle = clock_ns();
+    average(&s->cpu_ns, middle - start, n_cpu);
+    if (!is_on) return;
+    is_on = vram_end(s, r, z, Q);
+    uint64_t end = clock_ns();
+    if (n_cpu == 0 || end - middle > 2000) average(&s->gpu_ns, end - start, n_gpu); /* was waited for */
+    if (is_on) return;
+    for (uint32_t x = 0; x < r->n_experts; x++) s->items[x].on_gpu = false;
+    compute_cpu(s, r, z, Q); /* all over again, of what is here */
 }
 
 /* Write the payload of the reply to `p`; its length. `z` is aligned as floats are. */
@@ -490,23 +740,25 @@ static size_t compute_request(server *s, const tier_request *r, const float *z, 
     memset(p, 0, TIER_FIXED_BYTES + tier_served_bytes(r->n_experts));
     for (uint32_t x = 0; x < r->n_experts; x++) {
         item *it = &s->items[x];
-        *it = (item){.ie = tier_get16(r->experts + 4 * x), .n = tier_get16(r->experts + 4 * x + 2)};
-        it->first = first;
+        *it = (item){.ie = tier_get16(r->experts + 4 * x),
+                     .n = tier_get16(r->experts + 4 * x + 2),
+                     .first = first,
+                     .i_slot = NONE,
+                     .i_vram = NONE};
         first += it->n;
-        it->i_slot = is_stale ? NONE : store_pin(s, r->il, it->ie, it->n, &it->view);
-        n_here += it->i_slot != NONE;
+        n_here += !is_stale && store_pin(s, r->il, it);
     }
     for (uint32_t i = 0; i < r->n_pairs; i++) s->pair_row[i] = tier_get16(r->rows + 2 * i);
     memcpy(s->pair_w, r->weights, r->n_pairs * sizeof *s->pair_w);
-    if (n_here > 0 && r->n_rows == 1) s->math.k->pack(s->zp, 1, 0, z, s->math.latent);
-    if (n_here > 0 && !compute_sum(s, z, r->n_rows, r->n_experts, Q))
-        compute_sum(s, z, r->n_rows, r->n_experts, Q); /* once more, without what went bad */
+    if (n_here > 0) compute_both(s, r, z, Q);
     store_unpin(s, s->items, r->n_experts);
     n_here = 0;
     for (uint32_t x = 0; x < r->n_experts; x++) {
-        bool is_in = s->items[x].i_slot != NONE && !s->items[x].is_bad;
+        const item *it = &s->items[x];
+        bool is_in = (it->i_slot != NONE || it->on_gpu) && !it->is_bad;
         served[x / 8] |= (uint8_t)(is_in << x % 8);
         n_here += is_in;
+        s->stats[TIER_STAT_GPU_SERVED] += is_in && it->on_gpu;
     }
     tier_put16(p, r->il);
     tier_put16(p + 2, n_here > 0 ? r->n_rows : 0);
@@ -517,7 +769,7 @@ static size_t compute_request(server *s, const tier_request *r, const float *z, 
     return tier_reply_bytes(&s->m, n_here > 0 ? r->n_rows : 0, r->n_experts);
 }
 
-/* ==== 5. Connections =================================================================
+/* ==== 6. Connections =================================================================
  *
  * A connection is asked who it is, then sends frames. One frame is taken at a time; while a reply
  * is not all sent nothing more is read, so that a client that does not read holds up nobody else.
@@ -676,10 +928,17 @@ static bool conn_tell(server *s, conn *c) {
     return conn_flush(s, c);
 }
 
+/* Experts there is room for, of either kind of memory; lock held. */
+static uint32_t capacity(const server *s) {
+    uint64_t n = (uint64_t)s->st.n_slots + (s->st.has_vram ? s->st.n_vram : 0),
+             all = (uint64_t)s->n_moe * s->m.n_experts;
+    return (uint32_t)(n < all ? n : all);
+}
+
 static void conn_add_welcome(server *s, conn *c) {
     uint8_t *p = conn_payload(c);
-    tier_put32(p, s->st.n_slots);
     pthread_mutex_lock(&s->st.lock);
+    tier_put32(p, capacity(s));
     tier_put32(p + 4, s->st.n_held);
     pthread_mutex_unlock(&s->st.lock);
     tier_put32(p + 8, TIER_MAX_ROWS);
@@ -750,12 +1009,14 @@ static uint64_t rss_bytes(void) {
 
 static void stats_take(server *s, uint64_t out[TIER_N_STATS]) {
     pthread_mutex_lock(&s->st.lock);
+    s->stats[TIER_STAT_CAPACITY] = capacity(s);
+    s->stats[TIER_STAT_VRAM_CAPACITY] = s->st.has_vram ? s->st.n_vram : 0;
     s->stats[TIER_STAT_HELD] = s->st.n_held;
+    s->stats[TIER_STAT_VRAM_HELD] = s->st.n_in_vram;
     s->stats[TIER_STAT_WARMED] = s->st.n_warmed;
     s->stats[TIER_STAT_EVICTED] = s->st.n_evicted;
     pthread_mutex_unlock(&s->st.lock);
     s->stats[TIER_STAT_UPTIME_MS] = (clock_ns() - s->start_ns) / 1000000u;
-    s->stats[TIER_STAT_CAPACITY] = s->st.n_slots;
     s->stats[TIER_STAT_TOTAL] = (uint64_t)s->n_moe * s->m.n_experts;
     s->stats[TIER_STAT_CLIENTS] = s->n_clients;
     s->stats[TIER_STAT_RSS_BYTES] = rss_bytes();
@@ -949,12 +1210,11 @@ static enum tier_verdict stage_room(server *s, size_t i, int32_t *i_slot) {
     store *st = &s->st;
     enum tier_verdict v = TIER_WANTS;
     pthread_mutex_lock(&st->lock);
-    if (st->slot_of[i] != NONE)
+    if (store_has(st, i))
         v = TIER_HAS;
     else if (st->is_coming[i])
         v = TIER_BUSY;
-    else if ((*i_slot = st->n_free > 0 ? (int32_t)st->free[--st->n_free]
-                                       : warm_evict(s, STAGE_HEAT)) == NONE)
+    else if ((*i_slot = warm_slot(s, STAGE_HEAT)) == NONE)
         v = TIER_FULL;
     else
         st->is_coming[i] = 1;
@@ -1024,6 +1284,7 @@ static void stage_done(server *s, size_t i, int32_t i_slot, const expert_view *x
     store_tell(s, to->il, to->ie, true);
     const slice_expert kept = {to->il, to->ie, sum};
     bool is_kept = to->is_kept;
+    if (st->has_vram) pthread_cond_broadcast(&st->work);
     pthread_mutex_unlock(&st->lock);
     if (is_kept) keep_add(&s->keep, &kept, x->p[0]); /* its slot stays its own */
 }
@@ -1150,7 +1411,7 @@ static bool conn_fill(server *s, conn *c) {
     return true;
 }
 
-/* ==== 6. Listening, metrics, the loop ================================================ */
+/* ==== 7. Listening, metrics, the loop ================================================ */
 
 static bool is_loopback(const struct sockaddr *sa) {
     if (sa->sa_family == AF_INET)
@@ -1265,6 +1526,9 @@ static const struct {
     {"experts_evicted_total", "counter", "experts that made room"},
     {"resident_memory_bytes", "gauge", "memory of the process"},
     {"experts_staged_total", "counter", "experts that came over the wire"},
+    {"vram_experts_capacity", "gauge", "experts there is room for in VRAM"},
+    {"vram_experts_held", "gauge", "experts in VRAM"},
+    {"gpu_experts_served_total", "counter", "experts in sums that the GPU computed"},
 };
 
 /* Any request for a page gets the metrics, once, and the connection ends. */
@@ -1389,6 +1653,8 @@ static void serve(server *s) {
             store_cool(s);
             cooled = now;
         }
+        if (s->n_clients > 0) s->client_ns = now;
+        if (s->o.linger_s > 0 && now - s->client_ns > s->o.linger_s * 1000000000ull) is_ending = 1;
         if (!is_ending) continue;
         if (left == 0) left = now + 2000000000u;
         bool is_empty = true;
@@ -1405,7 +1671,7 @@ static void serve(server *s) {
     }
 }
 
-/* ==== 7. k3-tier status ==============================================================*/
+/* ==== 8. k3-tier status ==============================================================*/
 
 /* All n bytes, one way or the other. */
 static bool status_bytes(tier_link *l, uint8_t *p, size_t n, bool is_out) {
@@ -1483,7 +1749,7 @@ static int status(const char *text, const tier_key *key, tier_trust *trust) {
     return rc;
 }
 
-/* ==== 8. Options and main ============================================================ */
+/* ==== 9. Options and main ============================================================ */
 
 static const char HELP[] =
     "usage: k3-tier --model DIR --ram SIZE [options]     hold experts, answer for them\n"
@@ -1491,6 +1757,8 @@ static const char HELP[] =
     "       k3-tier --ram SIZE [options]                 wait for `k3 stage` to bring them\n"
     "       k3-tier status ADDR [--psk-file FILE] [--tls-ca FILE] [--tls-cert FILE]\n"
     "                                                    figures of a running one\n"
+    "       k3-tier bench --gpu [--vram SIZE] [--gpu-device N]\n"
+    "                                                    what a request costs there\n"
     "\n"
     "Holds experts of a model in memory and answers clients (k3 run --tier ADDR) with their exact\n"
     "weighted sums. What is not in memory is \"missing\" at once and read in the background.\n"
@@ -1500,6 +1768,10 @@ static const char HELP[] =
     "                    is read first, the rest from there\n"
     "  --keep DIR        write what is staged to DIR as well; started again, serve that\n"
     "  --ram SIZE        bound for the whole process: 64G, 512M, 1.5GiB, or bytes\n"
+    "  --gpu             hold the hottest experts in a GPU's memory and compute them there: same\n"
+    "                    bits (built with `make gpu`)\n"
+    "  --vram SIZE       of it, for experts (default: what is free, less 1 GiB)\n"
+    "  --gpu-device N    which GPU, as CUDA counts them (default 0)\n"
     "  --listen ADDR     HOST:PORT, [V6]:PORT, :PORT, tls:HOST:PORT or unix:PATH (repeatable;\n"
     "                    default 127.0.0.1:" TIER_PORT
     "); one that other machines can reach needs a\n"
@@ -1517,6 +1789,7 @@ static const char HELP[] =
     "  --kernels NAME    ref, avx2, avx512 or neon: same bits (default: the best here)\n"
     "  --spin-us N       look for the next request so long before sleeping (default 50)\n"
     "  --sums FILE       checksums (default: k3.sums in the model directory, if there)\n"
+    "  --linger SECONDS  end when no client was there for so long (default: stay)\n"
     "  --metrics ADDR    figures over HTTP, as Prometheus reads them\n"
     "  --dump FILE       every frame, in words and bytes; - is stderr\n"
     "  -q                errors only      -h  this help      -V  version\n"
@@ -1568,6 +1841,10 @@ static const option OPTION[] = {
     {"--slice", O_TEXT, AT(slice_dir), 0, 0},
     {"--keep", O_TEXT, AT(keep_dir), 0, 0},
     {"--ram", O_SIZE, AT(ram), 0, 0},
+    {"--gpu", O_FLAG, AT(has_gpu), 0, 0},
+    {"--vram", O_SIZE, AT(vram), 0, 0},
+    {"--gpu-device", O_COUNT, AT(gpu_device), 0, 63},
+    {"--linger", O_COUNT, AT(linger_s), 1, 86400},
     {"--listen", O_LISTEN, 0, 0, 0},
     {"--psk-file", O_TEXT, AT(key_file), 0, 0},
     {"--tls-cert", O_TEXT, AT(tls.cert), 0, 0},
@@ -1654,7 +1931,7 @@ static int pins_read(server *s) {
             ie >= s->m.n_experts)
             rc = fail(FAIL_USAGE, "%s: line %d: not `layer expert` of this model", s->o.pins,
                       i_line);
-        else if (st->n_pins < st->n_slots)
+        else if (st->n_pins < capacity(s))
             st->pins[st->n_pins++] = (uint32_t)index_of(s, il, ie);
     }
     fclose(f);
@@ -1662,6 +1939,7 @@ static int pins_read(server *s) {
 }
 
 #define OVERHEAD_BYTES (48u << 20) /* code, libraries, stacks, JSON while opening */
+#define GPU_BYTES (768ull << 20)    /* what CUDA takes of this machine's memory     */
 #define TLS_SHARED_BYTES (2u << 20) /* what all connections share                  */
 
 static void *take(size_t n, size_t size) {
@@ -1678,6 +1956,33 @@ static void memory_readable(server *s) {
             st->heat[index_of(s, il, ie)] = is ? 0.0f : -1.0f;
             st->n_readable += is;
         }
+}
+
+/* The GPU, and a list of what it holds. */
+static int vram_open(server *s) {
+    store *st = &s->st;
+    gpu_options o = {s->m.latent,
+                     s->m.inter,
+                     TIER_MAX_ROWS,
+                     s->m.n_experts,
+                     TIER_MAX_ROWS * s->m.top_k,
+                     s->math.beta,
+                     s->math.linear_beta,
+                     (int)s->o.gpu_device,
+                     s->o.vram};
+    gpu_info info;
+    char why[512];
+    if (gpu_open(&s->gpu, &o, why, sizeof why) < 0) return fail(FAIL_IO, "%s", why);
+    gpu_info_get(s->gpu, &info);
+    st->n_vram = info.n_slots;
+    st->vram = calloc(info.n_slots, sizeof *st->vram);
+    s->gpu_items = calloc(s->m.n_experts, sizeof *s->gpu_items);
+    s->gpu_bad = calloc(s->m.n_experts, 1);
+    if (!st->vram || !s->gpu_items || !s->gpu_bad) return fail(FAIL_IO, "out of memory for --gpu");
+    st->has_vram = true;
+    say("%s: room for %u experts in %.1f GiB of VRAM", info.name, info.n_slots,
+        (double)info.vram_bytes / 0x1p30);
+    return DONE;
 }
 
 /* Divide --ram: tables, clients, scratch, and experts with what is left. */
@@ -1697,7 +2002,8 @@ static int memory_open(server *s) {
                        s->m.n_experts * (sizeof(item) + sizeof(item *));
     uint64_t tls = s->tls ? TLS_SHARED_BYTES + TIER_TLS_BYTES * (s->o.clients + MAX_STATUS) : 0;
     uint64_t stagers = MAX_STAGERS * (TIER_MAX_PIECE + tier_resident_bytes(&s->m, s->n_moe) + 8192);
-    uint64_t fixed = OVERHEAD_BYTES + n * (4 + 4 + 1 + 60) + client * s->o.clients + scratch + tls +
+    uint64_t fixed = OVERHEAD_BYTES + n * (4 + 4 + 4 + 1 + 60) +
+                     (s->o.has_gpu ? GPU_BYTES : 0) + client * s->o.clients + scratch + tls +
                      stagers + (s->o.keep_dir ? n * 168 + (8u << 20) : 0) +
                      (s->part ? n * (60 + 8 + sizeof(slice_expert) + 4) : 0);
     uint64_t per = st->slot_bytes + sizeof(slot) + 8;
@@ -1709,8 +2015,9 @@ static int memory_open(server *s) {
     st->bytes = take(st->n_slots, st->slot_bytes);
     st->slots = calloc(st->n_slots, sizeof *st->slots);
     st->free = calloc(st->n_slots, sizeof *st->free);
-    st->pins = calloc(st->n_slots, sizeof *st->pins);
+    st->pins = calloc(n, sizeof *st->pins);
     st->slot_of = malloc(n * sizeof *st->slot_of);
+    st->vram_of = malloc(n * sizeof *st->vram_of);
     st->heat = calloc(n, sizeof *st->heat);
     st->is_coming = calloc(n, 1);
     st->held = calloc(s->n_moe, tier_map_bytes(s->m.n_experts));
@@ -1723,17 +2030,18 @@ static int memory_open(server *s) {
     s->batch = calloc(s->m.n_experts, sizeof(item *));
     s->pair_row = calloc(pairs, sizeof *s->pair_row);
     s->pair_w = calloc(pairs, sizeof *s->pair_w);
-    if (!st->bytes || !st->slots || !st->free || !st->pins || !st->slot_of || !st->heat ||
+    if (!st->bytes || !st->slots || !st->free || !st->pins || !st->slot_of || !st->vram_of || !st->heat ||
         !st->is_coming || !st->held || !st->version || !s->zp || !s->zpair || !s->hpair ||
         !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w)
         return fail(FAIL_IO, "out of memory for %u experts", st->n_slots);
     memory_readable(s);
     memset(st->slot_of, 0xff, n * sizeof *st->slot_of);
+    memset(st->vram_of, 0xff, n * sizeof *st->vram_of);
     for (uint32_t i = st->n_slots; i-- > 0;) {
         st->free[st->n_free++] = i;
         st->slots[i].il = s->m.n_dense; /* an expert there is, though not this slot's */
     }
-    return DONE;
+    return s->o.has_gpu ? vram_open(s) : DONE;
 }
 
 /* Files and geometry of a directory; of a slice with experts_only. */
@@ -1909,7 +2217,7 @@ static int server_open(server *s) {
     signal_fd = s->wake_fd;
     s->st.is_filling = !s->o.no_fill;
     s->st.fill_at = XXH3_64bits(s->o.listen[0], strlen(s->o.listen[0])) % (1u << 30);
-    s->start_ns = clock_ns();
+    s->start_ns = s->client_ns = clock_ns();
     return rc;
 }
 
@@ -1926,7 +2234,8 @@ static void memory_close(server *s) {
                   {s->local, s->n_threads * s->local_floats * sizeof(float)}};
     void *block[] = {st->slots,     st->free,    st->pins,    st->slot_of, st->heat,
                      st->is_coming, st->held,    st->version, st->order,   s->items,
-                     s->batch,      s->pair_row, s->pair_w};
+                     s->batch,      s->pair_row, s->pair_w,   st->vram_of, st->vram,
+                     s->gpu_items,  s->gpu_bad};
     for (size_t i = 0; i < COUNT(region); i++)
         if (region[i].p) munmap(region[i].p, region[i].n + 1);
     for (size_t i = 0; i < COUNT(block); i++) free(block[i]);
@@ -1934,7 +2243,14 @@ static void memory_close(server *s) {
     s->zp = s->zpair = s->hpair = s->local = NULL;
     st->slots = NULL;
     st->free = st->pins = st->order = st->version = NULL;
-    st->slot_of = NULL;
+    st->slot_of = st->vram_of = NULL;
+    st->vram = NULL;
+    st->n_vram = st->n_in_vram = st->n_twice = 0;
+    st->has_vram = false;
+    s->gpu_items = NULL;
+    s->gpu_bad = NULL;
+    gpu_close(s->gpu);
+    s->gpu = NULL;
     st->heat = NULL;
     st->is_coming = st->held = NULL;
     s->items = NULL;
@@ -1962,7 +2278,7 @@ static void server_close(server *s) {
 }
 
 static int cmd_serve(server *s) {
-    pthread_t warmers[WARMERS];
+    pthread_t warmers[WARMERS + 1]; /* the last one fills VRAM */
     uint32_t n = 0;
     struct sigaction sa = {.sa_handler = on_signal};
     pthread_mutex_init(&s->st.lock, NULL);
@@ -1973,6 +2289,7 @@ static int cmd_serve(server *s) {
         sigaction(SIGINT, &sa, NULL);
         for (; s->has_model && n < WARMERS; n++)
             if (pthread_create(&warmers[n], NULL, warm_main, s) != 0) break;
+        if (s->o.has_gpu && pthread_create(&warmers[n], NULL, vram_main, s) == 0) n++;
         if (s->has_model)
             say("%s: %u experts, room for %u; %s, %u threads; listening on %s",
                 s->o.model_dir ? s->o.model_dir : s->o.slice_dir, s->st.n_readable, s->st.n_slots,
@@ -1992,10 +2309,19 @@ static int cmd_serve(server *s) {
 }
 
 #ifndef TIER_SERVER_TEST
+/* At K3's dimensions. */
+static int bench(const options *o) {
+    char why[512];
+    if (!o->has_gpu) return fail(FAIL_USAGE, "bench: of what? give --gpu");
+    if (gpu_bench(3584, 3072, (int)o->gpu_device, o->vram, why, sizeof why) == 0) return DONE;
+    return fail(FAIL_IO, "%s", why);
+}
+
 int main(int argc, char **argv) {
     static server s; /* over a hundred connections' worth: not for a stack */
     const char *addr = NULL;
     bool is_status = argc > 1 && strcmp(argv[1], "status") == 0;
+    bool is_bench = argc > 1 && strcmp(argv[1], "bench") == 0;
     s.o = (options){.spin_us = 50, .clients = 8};
     signal(SIGPIPE, SIG_IGN);
     for (int i = 1; i < argc; i++) {
@@ -2003,13 +2329,16 @@ int main(int argc, char **argv) {
         bool is_version = strcmp(argv[i], "-V") == 0 || strcmp(argv[i], "--version") == 0;
         if (is_help || is_version) return puts(is_help ? HELP : "k3-tier " K3_VERSION) < 0;
     }
-    int rc = options_parse(&s.o, argc, argv, is_status ? 2 : 1, is_status ? &addr : NULL);
+    int rc = options_parse(&s.o, argc, argv, is_status || is_bench ? 2 : 1, is_status ? &addr : NULL);
     if (rc != DONE) return rc;
     if (is_status) {
         const char *why = s.o.key_file ? tier_key_read(s.o.key_file, &s.key) : NULL;
         if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", s.o.key_file, why);
         return addr ? status(addr, &s.key, &s.o.tls) : fail(FAIL_USAGE, "status: which ADDR?");
     }
+    if (is_bench) return bench(&s.o);
+    if ((s.o.vram || s.o.gpu_device) && !s.o.has_gpu)
+        return fail(FAIL_USAGE, "--vram and --gpu-device are for --gpu");
     if (s.o.ram == 0) return fail(FAIL_USAGE, "--ram SIZE: how much memory may experts take?");
     return cmd_serve(&s);
 }
