@@ -106,16 +106,16 @@ done
 
 # Started and joined by a flag.
 export K3_TIER XDG_RUNTIME_DIR=$T
-timeout -k 1 120 "$K3" run "${args[@]}" --gpu "$prompt" >"$T/out" 2>"$T/err"
+timeout -k 1 120 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$prompt" >"$T/out" 2>"$T/err"
 check "k3 run --gpu" experts_held 0
 first=$(pgrep -f "$T/k3-gpu" | tr '\n' ' ')
-timeout -k 1 120 "$K3" run "${args[@]}" --gpu "$prompt" >"$T/out" 2>"$T/err"
+timeout -k 1 120 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$prompt" >"$T/out" 2>"$T/err"
 check "k3 run --gpu again" experts_held 0
 if [ -n "$first" ] && [ "$(pgrep -f "$T/k3-gpu" | tr '\n' ' ')" = "$first" ]; then pass; else fail "--gpu" "did not join the one there is"; fi
 [ "$(field far_served)" -gt 100 ] && pass || fail "--gpu" "$(field far_served) served"
 # shellcheck disable=SC2086
 kill $first 2>/dev/null
-K3_TIER=/nowhere timeout -k 1 60 "$K3" run "${args[@]}" --gpu "$prompt" >"$T/out" 2>"$T/err"
+K3_TIER=/nowhere timeout -k 1 60 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$prompt" >"$T/out" 2>"$T/err"
 check "no k3-tier" experts_held 0
 grep -q "without" "$T/err" && pass || fail "no k3-tier" "does not say so"
 
