@@ -80,7 +80,7 @@ help:
 	@echo "make clean       remove $(BUILD)*"
 	@echo "Variables: CC CFLAGS LDFLAGS BUILD PREFIX V=1; CURL=0: no TLS and no proxies to far boxes"
 
-$(BUILD)/k3: $(BUILD)/k3_cli.o $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(ENGINE)
+$(BUILD)/k3: $(BUILD)/k3_cli.o $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
@@ -141,11 +141,6 @@ $(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/tier_dial.o $(K3_LIBS)
 
-# What a hop costs; not a test. The client is included.
-$(BUILD)/bench_tier: tests/bench_tier.c $(BUILD)/k3.o $(BUILD)/tier_dial.o $(KERNELS)
-	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
-
 # Client and server in one program, so without the client's object.
 $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c tier_server.c tier_client.c tier_keep.h \
   tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/tier_dial.o $(BUILD)/tier_tls.o $(KERNELS)
@@ -162,7 +157,7 @@ $(BUILD)/k3_cli_test.o: k3_cli.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(DEMO_DIRS) -Dmain=k3_main -Wno-missing-prototypes -c -o $@ $<
 
-$(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(BUILD)/k3_slice.o $(ENGINE)
+$(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 

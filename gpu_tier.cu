@@ -22,22 +22,15 @@
 
 /* ==== 1. Errors, constants =========================================================== */
 
-#ifndef WARPS
-#define WARPS 4            /* of a block                                          */
-#endif
-#ifndef ONE_BLOCKS
-#define ONE_BLOCKS 6
-#endif
-#ifndef UNROLL
-#define UNROLL 1
-#endif
-#define BLOCK (WARPS * 32)
-#define TILE 8             /* weight rows that a warp takes in one load           */
-#define CHUNK 128          /* columns of one load: 16 bytes a thread, four groups */
-#define LOW_CODE 128       /* above it a scale needs two factors                  */
-#define WAIT_NS 5000000000ull /* a request that takes longer: the device is lost  */
+#define N_STAGES 2         /* chunks of a ring                                     */
+#define WARPS(rows) ((rows) == 1 ? 20 : 12) /* of a block, at most                 */
+#define TILE 8             /* weight rows that a warp takes in one load            */
+#define TILES 2            /* of a block                                           */
+#define SPANS (4 / TILES)  /* of 128 columns, a chunk                              */
+#define CHUNK (SPANS * 128)
+#define LOW_CODE 128       /* above it a scale needs two factors                   */
+#define WAIT_NS 5000000000ull /* a request that takes longer: the device is lost   */
 
-constexpr int n_unroll = UNROLL;
 static int failed(cudaError_t rc, const char *what, char *why, size_t n_why) {
     if (rc == cudaSuccess) return 0;
     snprintf(why, n_why, "gpu: %s: %s", what, cudaGetErrorString(rc));
@@ -62,53 +55,42 @@ __host__ __device__ static inline uint64_t round_up(uint64_t n, uint64_t to) {
 
 /* ==== 2. Layout and upload ===========================================================
  *
- * A slot holds w1, w3, w2, then their scales. Rows lie in tiles of 8, columns in chunks of 128, and
- * one chunk of one tile is 512 bytes: 16 for each thread of a warp, in the order of the threads.
- * Thread `lane` has row lane / 4 and, of each of the four groups, the 8 columns from 8 (lane % 4),
- * which are four lanes of dot16. Their scales are 32 bytes: four codes for each row.
+ * A slot is two matrices: `up`, which is w1 and w3 together, and `down`, which is w2. A warp computes
+ * a block of TILES tiles of 8 rows, in `up` half of them of w1 and the same rows of w3. Columns are
+ * cut in chunks, and what a warp needs for one chunk of a block lies together, 2176 bytes:
  *
- * Rows and columns are padded with zeros, at most to the next tile and chunk.
+ *     [tile][span][thread 32][16 bytes]  thread: row lane / 4 of the tile and, of each of the four
+ *                                        groups of a span of 128 columns, the 8 columns from
+ *                                        8 (lane % 4): four lanes of dot16
+ *     [row 8][tile][span][4 codes]       scales of the four groups
+ *
+ * Rows and columns are padded with zeros to whole blocks and chunks; K3's need none.
  */
 typedef struct {
-    uint32_t rows, cols; /* as in the model         */
-    uint32_t tiles, chunks;
-    uint64_t q, s; /* where they lie in a slot, bytes */
+    uint32_t rows, cols;     /* of w1, or of w2 */
+    uint32_t blocks, chunks;
+    uint64_t at;             /* where it lies in a slot, bytes */
 } matrix;
 
 typedef struct {
-    matrix w1, w3, w2;
-    uint32_t lat_pad, inter_pad; /* columns, padded: strides of z and h */
-    uint64_t bytes;
+    matrix up, down;
+    uint64_t bytes; /* of a slot */
 } layout;
 
-static matrix matrix_place(uint32_t rows, uint32_t cols, uint32_t tile_multiple) {
-    matrix m = {rows, cols, 0, 0, 0, 0};
-    m.tiles = (uint32_t)round_up((rows + TILE - 1) / TILE, tile_multiple);
-    m.chunks = (cols + CHUNK - 1) / CHUNK;
-    return m;
-}
+#define PIECE 2176 /* bytes of one chunk of a block */
 
-static uint64_t matrix_bytes(const matrix *m, bool is_scale) {
-    return (uint64_t)m->tiles * m->chunks * (is_scale ? 32 : 512);
+static matrix matrix_place(uint32_t rows, uint32_t cols, uint32_t rows_of_block, uint64_t *at) {
+    matrix m = {rows, cols, (rows + rows_of_block - 1) / rows_of_block,
+                (cols + CHUNK - 1) / CHUNK, *at};
+    *at += (uint64_t)m.blocks * m.chunks * PIECE;
+    return m;
 }
 
 static layout layout_make(uint32_t latent, uint32_t inter) {
     layout l;
-    l.w1 = l.w3 = matrix_place(inter, latent, 1);
-    l.w2 = matrix_place(latent, inter, 2); /* a warp takes two tiles of w2 */
-    l.lat_pad = l.w1.chunks * CHUNK;
-    l.inter_pad = l.w2.chunks * CHUNK;
-    matrix *all[3] = {&l.w1, &l.w3, &l.w2};
     l.bytes = 0;
-    for (int k = 0; k < 3; k++) {
-        all[k]->q = l.bytes;
-        l.bytes += matrix_bytes(all[k], false);
-    }
-    for (int k = 0; k < 3; k++) {
-        all[k]->s = l.bytes;
-        l.bytes += matrix_bytes(all[k], true);
-    }
-    l.bytes = round_up(l.bytes, 512);
+    l.up = matrix_place(inter, latent, TILES / 2 * TILE, &l.bytes);
+    l.down = matrix_place(latent, inter, TILES * TILE, &l.bytes);
     return l;
 }
 
@@ -135,78 +117,93 @@ __device__ static uint32_t repack_word(uint32_t v) {
     return out;
 }
 
-/* One thread, one 16-byte piece.
- * Shapes  raw: u8[rows][cols / 2]   to: uint4[tiles][chunks][32] */
-__global__ static void repack_q(uint4 *to, const uint8_t *raw, matrix m) {
-    uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= (uint64_t)m.tiles * m.chunks * 32) return;
-    uint32_t lane = i % 32, chunk = i / 32 % m.chunks, row = i / 32 / m.chunks * TILE + lane / 4;
-    uint32_t w[4];
-    for (uint32_t k = 0; k < 4; k++) {
-        uint32_t group = chunk * 4 + k, v = 0;
-        if (row < m.rows && group < m.cols / 32)
-            memcpy(&v, raw + (uint64_t)row * (m.cols / 2) + group * 16 + lane % 4 * 4, 4);
-        w[k] = repack_word(v);
-    }
-    to[i] = make_uint4(w[0], w[1], w[2], w[3]);
+/* The row of its matrix that row `row` of tile k of a block is. */
+__device__ static inline uint32_t row_of(bool is_up, uint32_t block, uint32_t k, uint32_t row) {
+    return (is_up ? block * (TILES / 2) + k % (TILES / 2) : block * TILES + k) * TILE + row;
 }
 
-/* One thread, four codes of a row. `is_high` is set where a code is above LOW_CODE.
- * Shapes  raw: u8[rows][cols / 32]   to: u32[tiles][chunks][8] */
-__global__ static void repack_s(uint32_t *to, const uint8_t *raw, matrix m, uint32_t *is_high) {
+/* One thread writes its 16 bytes of a span of a tile, and one of each quad the four codes of its row;
+ * `is_high` is set where a code is above LOW_CODE.
+ * Shapes  q: u8[rows][cols / 2]   s: u8[rows][cols / 32]; of w1 and w3, or of w2 twice */
+__global__ static void repack(uint8_t *slot, matrix m, bool is_up, const uint8_t *q1,
+                              const uint8_t *s1, const uint8_t *q3, const uint8_t *s3,
+                              uint32_t *is_high) {
     uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= (uint64_t)m.tiles * m.chunks * 8) return;
-    uint32_t chunk = i / 8 % m.chunks, row = i / 8 / m.chunks * TILE + i % 8, v = 0;
-    for (uint32_t k = 0; k < 4; k++) {
-        uint32_t group = chunk * 4 + k, code = 127;
-        if (row < m.rows && group < m.cols / 32)
-            code = raw[(uint64_t)row * (m.cols / 32) + group];
+    if (i >= (uint64_t)m.blocks * m.chunks * 128) return;
+    uint32_t lane = i % 32, part = i / 32 % 4, k = part / SPANS, chunk = i / 128 % m.chunks;
+    uint32_t row = row_of(is_up, (uint32_t)(i / 128 / m.chunks), k, lane / 4);
+    const bool is_w3 = is_up && k >= TILES / 2;
+    const uint8_t *q = is_w3 ? q3 : q1, *s = is_w3 ? s3 : s1;
+    uint32_t w[4], codes = 0;
+    for (uint32_t g = 0; g < 4; g++) {
+        uint32_t group = (chunk * SPANS + part % SPANS) * 4 + g, v = 0, code = 127;
+        if (row < m.rows && group < m.cols / 32) {
+            memcpy(&v, q + (uint64_t)row * (m.cols / 2) + group * 16 + lane % 4 * 4, 4);
+            code = s[(uint64_t)row * (m.cols / 32) + group];
+        }
+        w[g] = repack_word(v);
+        codes |= code << 8 * g;
         if (code > LOW_CODE) *is_high = 1;
-        v |= code << 8 * k;
     }
-    to[i] = v;
+    uint8_t *to = slot + m.at + i / 128 * PIECE;
+    ((uint4 *)to)[part * 32 + lane] = make_uint4(w[0], w[1], w[2], w[3]);
+    if (lane % 4 == 0) ((uint32_t *)(to + 2048))[lane / 4 * 4 + part] = codes;
 }
 
-/* ==== 3. The two kernels =============================================================
+/* ==== 3. The kernel ==================================================================
  *
- *     h = SiTU(w1 z, w3 z)        inner_*: a warp takes a tile of w1 and the same rows of w3
- *     Q += q40(weight x (w2 h))   outer_*: a warp takes two tiles of w2
+ *     h = SiTU(w1 z, w3 z)            inner_block
+ *     Q += q40(weight x (w2 h))       outer_block
  *
- * so that every activation which is loaded meets two weights. `_one` is for requests of one row, the
- * way of a token: few registers, many warps. `_many` walks the rows of an expert in blocks of up to
- * 8; weights come from VRAM for the first block and from the cache for the rest.
+ * One launch does all of a request, one block of threads on each multiprocessor. Work is cut in
+ * tasks, a block of rows of one expert for up to four of its vectors (a segment), first all of `up`,
+ * then all of `down`; a warp begins with a task of its own and then takes the next of all. A task of
+ * `down` waits until its segment's h is whole: the tasks of that were taken before it, by warps that
+ * are running. Small tasks matter more than anything: every task that is alone at the end costs what
+ * five side by side cost.
+ *
+ * Bytes come through a ring of each warp's own in shared memory, with cp.async past L1: weights,
+ * scales and the same columns of the vectors. Only the vector of a request of one row lies in shared
+ * memory whole: fetched by each warp it made every multiprocessor read the same lines of L2 at once.
  */
 
-/* What the kernels know of a request. */
+/* Powers of two as the compiler must not know them: a shift to the left is then a multiplication, on
+ * the pipe of the products, where there is room; the one for shifts and masks is the busiest. */
 typedef struct {
-    uint32_t n_items, n_rows;
+    uint32_t by_2, by_4, by_8, by_64, by_128;
+} powers;
+
+/* What the kernel knows of a request. */
+typedef struct {
+    uint32_t n_segments, n_rows;
     uint64_t number;
     uint64_t pad[6];
 } head;
+
+/* Up to ROWS pairs of one expert. */
+typedef struct {
+    uint32_t slot, first, n, i_item;
+} segment;
+
+#define ROWS 4
 
 typedef struct {
     layout l;
     const uint8_t *slots;
     const uint32_t *is_high; /* [slots] */
     const head *h;
-    const gpu_item *items;
+    const segment *segments;
     const uint32_t *row; /* [pairs] */
     const float *w;      /* [pairs] */
-    const float *z;      /* [rows][lat_pad]    */
-    float *hidden;       /* [pairs][inter_pad] */
-    int64_t *Q;          /* [rows][latent]     */
-    uint32_t *is_bad;    /* [items]            */
+    const float *z;      /* [rows][up.chunks * 128]    */
+    float *hidden;       /* [pairs][down.chunks * 128] */
+    int64_t *Q;          /* [rows][latent]             */
+    uint32_t *is_bad;    /* [items]                    */
+    uint32_t *next;      /* tasks taken after the first of each warp */
+    uint32_t *n_done;    /* [segments] blocks of `up`  */
     float beta, linear_beta;
+    powers by;
 } task;
-
-/* Weights are read once: they need no place in L1, which is for the activations. */
-__device__ static inline uint4 load_weights(const uint4 *p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p));
-    return v;
-}
 
 /* a x b + c in either half, one rounding each; here always exact. */
 __device__ static inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
@@ -225,21 +222,21 @@ __device__ static inline uint32_t low_twice(uint32_t v) {
 /* The scale of group i of four, bf16 in the high half: 2^(code - 1); or 2^(code - 127), whose other
  * factor is 2^126, when codes may be high. */
 template <bool HIGH>
-__device__ static inline uint32_t scale_of(uint32_t codes, int i) {
+__device__ static inline uint32_t scale_of(const powers &m, uint32_t codes, int i) {
     uint32_t code = __byte_perm(codes, 0, 0x4044 | i << 8); /* in bits 16..23 */
-    if (!HIGH) return code * 0x80u + 0x3f000000u;
-    return code ? code * 0x80u : 0x00400000u;
+    if (!HIGH) return code * m.by_128 + 0x3f000000u;
+    return code ? code * m.by_128 : 0x00400000u;
 }
 
 /* Eight weights of one row and group, exact: w[2p] even, w[2p + 1] odd. The scale's low half is 0 and
  * +0 is added, so that the low half of the product is +0 and the whole is the f32. */
 template <bool HIGH>
-__device__ static inline void weights_of(uint32_t v, uint32_t scale, float w[8]) {
+__device__ static inline void weights_of(const powers &m, uint32_t v, uint32_t scale, float w[8]) {
     uint32_t t[4];
     t[0] = v & 0x81c081c0u;
-    t[1] = v << 3 & 0x81c081c0u;
-    t[2] = (v << 6 & 0x01c001c0u) | (v << 2 & 0x80008000u);
-    t[3] = (v >> 3 & 0x01c001c0u) | (v << 1 & 0x80008000u);
+    t[1] = v * m.by_8 & 0x81c081c0u;
+    t[2] = (v * m.by_64 & 0x01c001c0u) | (v * m.by_4 & 0x80008000u);
+    t[3] = (v >> 3 & 0x01c001c0u) | (v * m.by_2 & 0x80008000u);
 #pragma unroll
     for (int p = 0; p < 4; p++) {
         if (HIGH) t[p] = fma_bf16x2(t[p], 0x7e807e80u, 0x80008000u);
@@ -259,82 +256,175 @@ __device__ static inline float fold(const float acc[4]) {
     return __fadd_rn(__fadd_rn(__fadd_rn(v[0], v[2]), __fadd_rn(v[1], v[3])), 0.0f);
 }
 
-/* Two tiles of rows through R vectors: ya[r] and yb[r] are this quad's rows of either tile.
- * Shapes  qa, qb: uint4[chunks][32]   sa, sb: u32[chunks][8]   x[r]: f32[chunks * 128] */
-template <int R, bool HIGH>
-__device__ static inline void dot_tiles(const uint4 *qa, const uint4 *qb, const uint32_t *sa,
-                                        const uint32_t *sb, uint32_t chunks,
-                                        const float *const x[R], float ya[R], float yb[R]) {
-    const uint32_t lane = threadIdx.x % 32;
-    float a[R][4], b[R][4];
+#define STAGE_BYTES(rows) (PIECE + (rows) * CHUNK * 4)
+#define RING_BYTES(rows) (N_STAGES * STAGE_BYTES(rows)) /* of a warp */
+
+/* Ask for this thread's part of one chunk, 16 bytes at a time: weights and scales, 136 pieces; of a
+ * vector 32 or 64. Addresses are those of the thread's first piece. */
+__device__ static inline void load_piece(uint32_t to, const uint8_t *from, bool has_scale) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n\t"
+                 "cp.async.cg.shared.global [%0 + 512], [%1 + 512], 16;\n\t"
+                 "cp.async.cg.shared.global [%0 + 1024], [%1 + 1024], 16;\n\t"
+                 "cp.async.cg.shared.global [%0 + 1536], [%1 + 1536], 16;"
+                 :
+                 : "r"(to), "l"(from)
+                 : "memory");
+    if (has_scale)
+        asm volatile("cp.async.cg.shared.global [%0 + 2048], [%1 + 2048], 16;"
+                     :
+                     : "r"(to), "l"(from)
+                     : "memory");
+}
+
+template <int R>
+__device__ static inline void load_vectors(uint32_t to, const float *const from[R]) {
 #pragma unroll
     for (int r = 0; r < R; r++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) a[r][i] = b[r][i] = 0.0f;
-    qa += lane;
-    qb += lane;
-    sa += lane / 4;
-    sb += lane / 4;
-    uint4 va = load_weights(qa), vb = load_weights(qb);
-    uint32_t ca = __ldg(sa), cb = __ldg(sb);
-#pragma unroll n_unroll
-    for (uint32_t c = 0; c < chunks; c++) {
-        const uint32_t wa[4] = {va.x, va.y, va.z, va.w}, wb[4] = {vb.x, vb.y, vb.z, vb.w};
-        const uint32_t codes_a = ca, codes_b = cb;
-        if (c + 1 < chunks) {
-            va = load_weights(qa + (c + 1) * 32);
-            vb = load_weights(qb + (c + 1) * 32);
-            ca = __ldg(sa + (c + 1) * 8);
-            cb = __ldg(sb + (c + 1) * 8);
+        for (int k = 0; k < SPANS; k++)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                         :
+                         : "r"(to + PIECE + r * CHUNK * 4 + k * 512), "l"(from[r] + k * 128)
+                         : "memory");
+}
+
+/* One chunk of a block through R vectors.
+ * Shapes  p: a piece   x: f32[R][CHUNK], both in shared memory */
+template <int R, bool HIGH>
+__device__ static inline void dot_chunk(const powers &by, const uint8_t *p, const float *x,
+                                        float acc[TILES][R][4]) {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint4 *v = (const uint4 *)p + lane;
+    const uint4 c = ((const uint4 *)(p + 2048))[lane / 4];
+    const float4 *from = (const float4 *)x + lane % 4 * 2;
+    const uint32_t codes[4] = {c.x, c.y, c.z, c.w};
+#pragma unroll
+    for (int span = 0; span < SPANS; span++) {
+        uint32_t words[TILES][4];
+#pragma unroll
+        for (int k = 0; k < TILES; k++) {
+            const uint4 q = v[(k * SPANS + span) * 32];
+            words[k][0] = q.x, words[k][1] = q.y, words[k][2] = q.z, words[k][3] = q.w;
         }
 #pragma unroll
         for (int g = 0; g < 4; g++) {
-            float fa[8], fb[8];
-            weights_of<HIGH>(wa[g], scale_of<HIGH>(codes_a, g), fa);
-            weights_of<HIGH>(wb[g], scale_of<HIGH>(codes_b, g), fb);
+            float a[R][8];
 #pragma unroll
             for (int r = 0; r < R; r++) {
-                const float4 *p =
-                    (const float4 *)(x[r] + c * CHUNK + g * 32 + lane % 4 * 8);
-                const float4 lo = p[0], hi = p[1];
-                const float v[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+                const int at = r * (CHUNK / 4) + (span * 4 + g) * 8;
+                const float4 lo = from[at], hi = from[at + 1];
+                a[r][0] = lo.x, a[r][1] = lo.y, a[r][2] = lo.z, a[r][3] = lo.w;
+                a[r][4] = hi.x, a[r][5] = hi.y, a[r][6] = hi.z, a[r][7] = hi.w;
+            }
 #pragma unroll
-                for (int k = 0; k < 8; k++) {
-                    a[r][k / 2] = __fmaf_rn(fa[k], v[k], a[r][k / 2]);
-                    b[r][k / 2] = __fmaf_rn(fb[k], v[k], b[r][k / 2]);
-                }
+            for (int k = 0; k < TILES; k++) {
+                float w[8];
+                weights_of<HIGH>(by, words[k][g], scale_of<HIGH>(by, codes[k * SPANS + span], g),
+                                 w);
+#pragma unroll
+                for (int r = 0; r < R; r++)
+#pragma unroll
+                    for (int i = 0; i < 8; i++)
+                        acc[k][r][i / 2] = __fmaf_rn(w[i], a[r][i], acc[k][r][i / 2]);
             }
         }
     }
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        ya[r] = fold(a[r]);
-        yb[r] = fold(b[r]);
-    }
 }
 
-/* Rows [first, first + n) of h for one tile of w1 and w3; n <= R. */
-template <int R, bool HIGH>
-__device__ static inline void inner_block(const task &t, const uint8_t *slot, uint32_t tile,
-                                          uint32_t first, uint32_t n) {
-    const matrix &m1 = t.l.w1, &m3 = t.l.w3;
-    const uint64_t q = (uint64_t)tile * m1.chunks * 512, s = (uint64_t)tile * m1.chunks * 32;
+/* Wait until a segment's h is whole; nothing to wait for with n_done NULL. */
+__device__ static inline void segment_wait(const uint32_t *n_done, uint32_t n) {
+    if (n_done && threadIdx.x % 32 == 0) {
+        uint32_t is;
+        for (;;) {
+            asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(is) : "l"(n_done) : "memory");
+            if (is == n) break;
+            __nanosleep(50);
+        }
+    }
+    __syncwarp();
+}
+
+/* A block through R vectors: y[k][r] is this quad's row of tile k. The weights of the first chunks
+ * are asked for before the vectors are waited for.
+ * Shapes  p: chunks of the block   ring: N_STAGES stages of this warp
+ *         x[r]: f32[chunks * CHUNK]; with WHOLE x[0] is in shared memory, all of it */
+template <int R, bool HIGH, bool WHOLE>
+__device__ static inline void dot_block(const powers &by, uint8_t *ring, const uint8_t *p,
+                                        uint32_t chunks, const float *x[R], const uint32_t *n_done,
+                                        uint32_t n, float y[TILES][R]) {
+    const uint32_t lane = threadIdx.x % 32, end = N_STAGES * STAGE_BYTES(R),
+                   base = (uint32_t)__cvta_generic_to_shared(ring) + lane * 16;
+    const bool has_scale = lane < 8;
+    const float *whole = x[0];
+    float acc[TILES][R][4] = {};
+    uint32_t at = 0, left = chunks; /* stage in hand; chunks not asked for yet */
+    __syncwarp();
+    p += lane * 16;
+#pragma unroll
+    for (int r = 0; r < R; r++) x[r] += lane * 4;
+#pragma unroll
+    for (uint32_t c = 0; c < N_STAGES - 1; c++)
+        if (c < chunks) load_piece(base + c * STAGE_BYTES(R), p + c * PIECE, has_scale);
+    p += (N_STAGES - 1) * PIECE;
+    segment_wait(n_done, n);
+#pragma unroll
+    for (uint32_t c = 0; c < N_STAGES - 1; c++) {
+        if (!WHOLE && c < chunks) load_vectors<R>(base + c * STAGE_BYTES(R), x);
+#pragma unroll
+        for (int r = 0; r < R; r++) x[r] += CHUNK;
+        asm volatile("cp.async.commit_group;" : : : "memory");
+    }
+    left = left > N_STAGES - 1 ? left - (N_STAGES - 1) : 0;
+    for (uint32_t c = 0; c < chunks; c++) {
+        const uint32_t to = base + (at == 0 ? end : at) - STAGE_BYTES(R);
+        asm volatile("cp.async.wait_group %0;" : : "n"(N_STAGES - 2) : "memory");
+        __syncwarp();
+        if (left > 0) {
+            load_piece(to, p, has_scale);
+            if (!WHOLE) load_vectors<R>(to, x);
+            p += PIECE;
+#pragma unroll
+            for (int r = 0; r < R; r++) x[r] += CHUNK;
+            left--;
+        }
+        asm volatile("cp.async.commit_group;" : : : "memory");
+        dot_chunk<R, HIGH>(by, ring + at, WHOLE ? whole + c * CHUNK : (float *)(ring + at + PIECE),
+                           acc);
+        at = at + STAGE_BYTES(R) == end ? 0 : at + STAGE_BYTES(R);
+    }
+#pragma unroll
+    for (int k = 0; k < TILES; k++)
+#pragma unroll
+        for (int r = 0; r < R; r++) y[k][r] = fold(acc[k][r]);
+}
+
+/* The first chunk of a block. */
+__device__ static inline const uint8_t *block_at(const task &t, const matrix &m, uint32_t slot,
+                                                 uint32_t block) {
+    return t.slots + slot * t.l.bytes + m.at + (uint64_t)block * m.chunks * PIECE;
+}
+
+/* h of a segment for one block of w1 and w3; its n <= R. `whole`: the one row, in shared memory. */
+template <int R, bool HIGH, bool WHOLE>
+__device__ static inline void inner_block(const task &t, uint8_t *ring, const segment &g,
+                                          uint32_t block, const float *whole) {
+    const matrix &m = t.l.up;
     const float *x[R];
-    float g[R], u[R];
+    float y[TILES][R];
 #pragma unroll
     for (int r = 0; r < R; r++) {
-        uint32_t pair = first + (r < (int)n ? r : n - 1);
-        x[r] = t.z + (uint64_t)t.row[pair] * t.l.lat_pad;
+        uint32_t pair = g.first + (r < (int)g.n ? r : g.n - 1);
+        x[r] = WHOLE ? whole : t.z + (uint64_t)t.row[pair] * m.chunks * CHUNK;
     }
-    dot_tiles<R, HIGH>((const uint4 *)(slot + m1.q + q), (const uint4 *)(slot + m3.q + q),
-                       (const uint32_t *)(slot + m1.s + s), (const uint32_t *)(slot + m3.s + s),
-                       m1.chunks, x, g, u);
-    const uint32_t i = tile * TILE + threadIdx.x % 32 / 4;
+    dot_block<R, HIGH, WHOLE>(t.by, ring, block_at(t, m, g.slot, block), m.chunks, x, NULL, 0, y);
 #pragma unroll
-    for (int r = 0; r < R; r++)
-        if (threadIdx.x % 4 == (uint32_t)r % 4 && r < (int)n && i < m1.rows)
-            t.hidden[(uint64_t)(first + r) * t.l.inter_pad + i] =
-                k3_situ(g[r], u[r], t.beta, t.linear_beta);
+    for (int i = 0; i < TILES / 2 * R; i++) {
+        const int k = i / R, r = i % R;
+        const uint32_t row = row_of(true, block, k, threadIdx.x % 32 / 4);
+        if (threadIdx.x % 4 == (uint32_t)i % 4 && r < (int)g.n && row < m.rows)
+            t.hidden[(uint64_t)(g.first + r) * t.l.down.chunks * CHUNK + row] =
+                k3_situ(y[k][r], y[TILES / 2 + k][r], t.beta, t.linear_beta);
+    }
 }
 
 /* Add one term; false when it is not below 2^17 in size. */
@@ -345,101 +435,82 @@ __device__ static inline bool add_term(int64_t *Q, float w, float y) {
     return true;
 }
 
+/* Terms of a segment for one block of w2. */
 template <int R, bool HIGH>
-__device__ static inline void outer_block(const task &t, const uint8_t *slot, uint32_t tile,
-                                          uint32_t first, uint32_t n, uint32_t *is_bad) {
-    const matrix &m = t.l.w2;
-    const uint64_t q = (uint64_t)tile * m.chunks * 512, s = (uint64_t)tile * m.chunks * 32;
+__device__ static inline void outer_block(const task &t, uint8_t *ring, const segment &g,
+                                          uint32_t block, const uint32_t *n_done) {
+    const matrix &m = t.l.down;
     const float *x[R];
-    float y[2][R];
+    float y[TILES][R];
+    bool is_good = true;
 #pragma unroll
     for (int r = 0; r < R; r++)
-        x[r] = t.hidden + (uint64_t)(first + (r < (int)n ? r : n - 1)) * t.l.inter_pad;
-    const uint4 *at = (const uint4 *)(slot + m.q + q);
-    const uint32_t *codes = (const uint32_t *)(slot + m.s + s);
-    dot_tiles<R, HIGH>(at, at + m.chunks * 32, codes, codes + m.chunks * 8, m.chunks, x, y[0],
-                       y[1]);
-    const uint32_t i = tile * TILE + threadIdx.x % 32 / 4;
+        x[r] = t.hidden + (uint64_t)(g.first + (r < (int)g.n ? r : g.n - 1)) * m.chunks * CHUNK;
+    dot_block<R, HIGH, false>(t.by, ring, block_at(t, m, g.slot, block), m.chunks, x, n_done,
+                              t.l.up.blocks, y);
 #pragma unroll
-    for (int k = 0; k < 2 * R; k++) {
-        const int r = k / 2, half = k % 2;
-        if (threadIdx.x % 4 != (uint32_t)k % 4 || r >= (int)n || i + half * TILE >= m.rows) continue;
-        uint64_t to = (uint64_t)t.row[first + r] * m.rows + i + half * TILE;
-        if (!add_term(t.Q + to, t.w[first + r], y[half][r])) *is_bad = 1;
+    for (int i = 0; i < TILES * R; i++) {
+        const int k = i / R, r = i % R;
+        const uint32_t row = row_of(false, block, k, threadIdx.x % 32 / 4);
+        if (threadIdx.x % 4 == (uint32_t)i % 4 && r < (int)g.n && row < m.rows)
+            is_good = add_term(t.Q + (uint64_t)t.row[g.first + r] * m.rows + row, t.w[g.first + r],
+                               y[k][r]) &&
+                      is_good;
     }
+    if (!is_good) t.is_bad[g.i_item] = 1;
 }
 
-/* This warp's expert and tile; false when there is none. */
-__device__ static inline bool warp_place(const task &t, uint32_t n_tiles, uint32_t step,
-                                         uint32_t *tile, gpu_item *it) {
-    *tile = (blockIdx.x * WARPS + threadIdx.x / 32) * step;
-    if (*tile >= n_tiles || blockIdx.y >= t.h->n_items) return false;
-    *it = t.items[blockIdx.y];
-    return true;
+/* Say that a block of a segment's h is written. */
+__device__ static inline void segment_done(const task &t, uint32_t i) {
+    __threadfence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) atomicAdd(&t.n_done[i], 1);
 }
 
-__global__ static void __launch_bounds__(BLOCK, ONE_BLOCKS) inner_one(const task t) {
-    uint32_t tile;
-    gpu_item it;
-    if (!warp_place(t, t.l.w1.tiles, 1, &tile, &it)) return;
-    const uint8_t *slot = t.slots + (uint64_t)it.slot * t.l.bytes;
-    if (t.is_high[it.slot])
-        inner_block<1, true>(t, slot, tile, it.first, 1);
+template <int R, bool HIGH, bool WHOLE>
+__device__ static inline void run_task(const task &t, uint8_t *ring, const segment &g,
+                                       uint32_t block, bool is_up, const float *whole,
+                                       const uint32_t *n_done) {
+    if (is_up)
+        inner_block<R, HIGH, WHOLE>(t, ring, g, block, whole);
     else
-        inner_block<1, false>(t, slot, tile, it.first, 1);
+        outer_block<R, HIGH>(t, ring, g, block, n_done);
 }
 
-__global__ static void __launch_bounds__(BLOCK, ONE_BLOCKS) outer_one(const task t) {
-    uint32_t tile;
-    gpu_item it;
-    if (!warp_place(t, t.l.w2.tiles, 2, &tile, &it)) return;
-    const uint8_t *slot = t.slots + (uint64_t)it.slot * t.l.bytes;
-    if (t.is_high[it.slot])
-        outer_block<1, true>(t, slot, tile, it.first, 1, &t.is_bad[blockIdx.y]);
-    else
-        outer_block<1, false>(t, slot, tile, it.first, 1, &t.is_bad[blockIdx.y]);
-}
-
-__global__ static void __launch_bounds__(BLOCK, 3) inner_many(const task t) {
-    uint32_t tile;
-    gpu_item it;
-    if (!warp_place(t, t.l.w1.tiles, 1, &tile, &it)) return;
-    const uint8_t *slot = t.slots + (uint64_t)it.slot * t.l.bytes;
-    for (uint32_t at = 0; at < it.n; at += 8) {
-        const uint32_t n = it.n - at < 8 ? it.n - at : 8;
-        if (t.is_high[it.slot])
-            for (uint32_t r = 0; r < n; r++)
-                inner_block<1, true>(t, slot, tile, it.first + at + r, 1);
-        else if (n > 4)
-            inner_block<8, false>(t, slot, tile, it.first + at, n);
-        else if (n > 2)
-            inner_block<4, false>(t, slot, tile, it.first + at, n);
-        else if (n > 1)
-            inner_block<2, false>(t, slot, tile, it.first + at, n);
+/* One block a multiprocessor. MOST: vectors of a segment at most. */
+template <int MOST>
+__global__ static void __launch_bounds__(32 * WARPS(MOST), 1) experts(const task t) {
+    extern __shared__ uint4 shared[];
+    const uint32_t n_warps = blockDim.x / 32;
+    uint8_t *ring = (uint8_t *)shared + threadIdx.x / 32 * RING_BYTES(MOST);
+    const float *whole = MOST == 1 ? (float *)((uint8_t *)shared + n_warps * RING_BYTES(1)) : NULL;
+    const uint32_t n_up = t.h->n_segments * t.l.up.blocks,
+                   n_tasks = n_up + t.h->n_segments * t.l.down.blocks;
+    if (MOST == 1) /* the one row, for all tasks of `up` */
+        for (uint32_t k = threadIdx.x; k < t.l.up.chunks * (CHUNK / 4); k += blockDim.x)
+            ((float4 *)whole)[k] = ((const float4 *)t.z)[k];
+    __syncthreads();
+    for (uint32_t i = threadIdx.x / 32 * gridDim.x + blockIdx.x; i < n_tasks;) {
+        const bool is_up = i < n_up;
+        const uint32_t blocks = is_up ? t.l.up.blocks : t.l.down.blocks,
+                       i_segment = (is_up ? i : i - n_up) / blocks,
+                       block = (is_up ? i : i - n_up) % blocks;
+        const segment g = t.segments[i_segment];
+        const uint32_t *n_done = &t.n_done[i_segment];
+        if (t.is_high[g.slot])
+            for (uint32_t r = 0; r < g.n; r++) {
+                const segment one = {g.slot, g.first + r, 1, g.i_item};
+                run_task<1, true, MOST == 1>(t, ring, one, block, is_up, whole, n_done);
+            }
+        else if (MOST > 1 && g.n > 2)
+            run_task<MOST, false, false>(t, ring, g, block, is_up, whole, n_done);
+        else if (MOST > 1 && g.n > 1)
+            run_task<2, false, false>(t, ring, g, block, is_up, whole, n_done);
         else
-            inner_block<1, false>(t, slot, tile, it.first + at, n);
-    }
-}
-
-__global__ static void __launch_bounds__(BLOCK, 3) outer_many(const task t) {
-    uint32_t tile;
-    gpu_item it;
-    if (!warp_place(t, t.l.w2.tiles, 2, &tile, &it)) return;
-    const uint8_t *slot = t.slots + (uint64_t)it.slot * t.l.bytes;
-    uint32_t *is_bad = &t.is_bad[blockIdx.y];
-    for (uint32_t at = 0; at < it.n; at += 8) {
-        const uint32_t n = it.n - at < 8 ? it.n - at : 8;
-        if (t.is_high[it.slot])
-            for (uint32_t r = 0; r < n; r++)
-                outer_block<1, true>(t, slot, tile, it.first + at + r, 1, is_bad);
-        else if (n > 4)
-            outer_block<8, false>(t, slot, tile, it.first + at, n, is_bad);
-        else if (n > 2)
-            outer_block<4, false>(t, slot, tile, it.first + at, n, is_bad);
-        else if (n > 1)
-            outer_block<2, false>(t, slot, tile, it.first + at, n, is_bad);
-        else
-            outer_block<1, false>(t, slot, tile, it.first + at, n, is_bad);
+            run_task<1, false, MOST == 1>(t, ring, g, block, is_up, whole, n_done);
+        if (is_up) segment_done(t, i_segment);
+        if (threadIdx.x % 32 == 0) i = gridDim.x * n_warps + atomicAdd(t.next, 1);
+        i = __shfl_sync(0xffffffffu, i, 0);
     }
 }
 
@@ -447,7 +518,7 @@ __global__ static void __launch_bounds__(BLOCK, 3) outer_many(const task t) {
  *
  * A request is one block of pinned memory, and so is its answer:
  *
- *     in     head | items | row of each pair | weight of each pair | z, rows padded
+ *     in     head | segments | row of each pair | weight of each pair | z, rows padded
  *     out    sums | bad items | number of the request, written last
  *
  * The device reads and writes them itself (mapped memory): a kernel that copies 14 KB across the bus
@@ -478,9 +549,9 @@ __global__ static void stage_out(uint4 *to, const uint4 *from, uint64_t n, const
 
 /* ==== 5. The arm ===================================================================== */
 
-/* Requests of one shape share a graph. One row: exact number of items; more: powers of two. */
+/* Requests of one shape share a graph; powers of two, so that there are few. */
 typedef struct {
-    uint32_t rows, items, pairs;
+    uint32_t rows, segments, pairs;
     bool is_timed;
     cudaGraphExec_t exec;
 } shape;
@@ -496,6 +567,7 @@ struct gpu {
     uint8_t *in, *out; /* on the device           */
     float *hidden;
     uint32_t *n_done;
+    uint32_t n_warps[2], n_shared[2]; /* of a block, for one row and for more */
     uint8_t *host_in, *host_out; /* pinned, mapped */
     volatile uint64_t *host_number;
     uint64_t in_bytes, out_bytes;
@@ -511,21 +583,29 @@ struct gpu {
     bool is_timed;
 };
 
-/* Offsets in the blocks of a shape. */
+/* Offsets in the blocks of a shape. What lies at `work` is cleared with the sums and stays on the
+ * device: how much of each segment is done. */
 typedef struct {
-    uint64_t items, row, w, z, in_bytes, bad, out_bytes;
+    uint64_t segments, row, w, z, in_bytes, bad, work, out_bytes;
 } places;
 
-static places places_of(const gpu *g, uint32_t rows, uint32_t items, uint32_t pairs) {
+static places places_of(const gpu *g, const shape *s) {
     places p;
-    p.items = sizeof(head);
-    p.row = p.items + items * sizeof(gpu_item);
-    p.w = round_up(p.row + pairs * 4ull, 16);
-    p.z = round_up(p.w + pairs * 4ull, 16);
-    p.in_bytes = p.z + (uint64_t)rows * g->l.lat_pad * 4;
-    p.bad = (uint64_t)rows * g->o.latent * 8;
-    p.out_bytes = round_up(p.bad + items * 4ull, 16);
+    p.segments = sizeof(head);
+    p.row = p.segments + s->segments * sizeof(segment);
+    p.w = round_up(p.row + s->pairs * 4ull, 16);
+    p.z = round_up(p.w + s->pairs * 4ull, 16);
+    p.in_bytes = p.z + (uint64_t)s->rows * g->l.up.chunks * CHUNK * 4;
+    p.bad = (uint64_t)s->rows * g->o.latent * 8;
+    p.work = round_up(p.bad + s->segments * 4ull, 16);
+    p.out_bytes = round_up(p.work + 4 + s->segments * 4ull, 16);
     return p;
+}
+
+/* The shape of the largest request. */
+static shape shape_largest(const gpu_options *o) {
+    shape s = {o->max_rows, o->max_items + o->max_pairs / ROWS, o->max_pairs, false, NULL};
+    return s;
 }
 
 static uint32_t power_of_two(uint32_t n, uint32_t most) {
@@ -552,8 +632,9 @@ static int gpu_device(gpu *g, char *why, size_t n_why) {
 
 static int gpu_buffers(gpu *g, char *why, size_t n_why) {
     const gpu_options *o = &g->o;
-    places p = places_of(g, o->max_rows, o->max_items, o->max_pairs);
-    uint64_t weights = (uint64_t)o->latent * o->inter, hidden = o->max_pairs * 4ull * g->l.inter_pad;
+    shape largest = shape_largest(o);
+    places p = places_of(g, &largest);
+    uint64_t weights = (uint64_t)o->latent * o->inter, hidden = o->max_pairs * 4ull * g->l.down.chunks * CHUNK;
     g->in_bytes = p.in_bytes;
     g->out_bytes = p.out_bytes;
     g->raw_bytes = 3 * (weights / 2 + weights / 32);
@@ -595,8 +676,28 @@ static int gpu_room(gpu *g, char *why, size_t n_why) {
     return 0;
 }
 
+/* As many warps as the multiprocessor's shared memory has rings for. */
+template <int MOST> static int gpu_warps(gpu *g, int which, uint32_t whole, char *why, size_t n_why) {
+    int most = 0;
+    TRY(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, g->o.device));
+    uint32_t n = (uint32_t)most > whole ? ((uint32_t)most - whole) / RING_BYTES(MOST) : 0;
+    g->n_warps[which] = n < WARPS(MOST) ? n : WARPS(MOST);
+    g->n_shared[which] = whole + g->n_warps[which] * RING_BYTES(MOST);
+    if (n == 0) {
+        snprintf(why, n_why, "gpu: latent %u is too wide for the device's shared memory",
+                 g->o.latent);
+        return -1;
+    }
+    TRY(cudaFuncSetAttribute(experts<MOST>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             (int)g->n_shared[which]));
+    return 0;
+}
+
 static int gpu_prepare(gpu *g, char *why, size_t n_why) {
     if (gpu_device(g, why, n_why) < 0 || gpu_buffers(g, why, n_why) < 0) return -1;
+    if (gpu_warps<1>(g, 0, g->l.up.chunks * CHUNK * 4, why, n_why) < 0 ||
+        gpu_warps<ROWS>(g, 1, 0, why, n_why) < 0)
+        return -1;
     return gpu_room(g, why, n_why);
 }
 
@@ -654,9 +755,12 @@ extern "C" uint64_t gpu_free_bytes(const gpu *g) {
                : 0;
 }
 
+static unsigned blocks_of(const matrix *m) {
+    return (unsigned)(((uint64_t)m->blocks * m->chunks * 128 + 255) / 256);
+}
+
 extern "C" int gpu_upload(gpu *g, uint32_t slot, const uint8_t *const p[6], char *why,
                           size_t n_why) {
-    const matrix *m[3] = {&g->l.w1, &g->l.w3, &g->l.w2};
     uint8_t *to = g->slots + (uint64_t)slot * g->l.bytes;
     uint64_t at = 0, n_q = (uint64_t)g->o.latent * g->o.inter / 2, n_s = n_q / 16;
     TRY(cudaSetDevice(g->o.device));
@@ -666,16 +770,13 @@ extern "C" int gpu_upload(gpu *g, uint32_t slot, const uint8_t *const p[6], char
     }
     TRY(cudaMemcpyAsync(g->raw, g->host_raw, at, cudaMemcpyHostToDevice, g->upload_stream));
     TRY(cudaMemsetAsync(&g->is_high[slot], 0, 4, g->upload_stream));
-    for (int k = 0; k < 3; k++) {
-        uint64_t n = (uint64_t)m[k]->tiles * m[k]->chunks;
-        const uint8_t *raw = g->raw + k * (n_q + n_s);
-        repack_q<<<(unsigned)((n * 32 + 255) / 256), 256, 0, g->upload_stream>>>(
-            (uint4 *)(to + m[k]->q), raw, *m[k]);
-        TRY(cudaGetLastError());
-        repack_s<<<(unsigned)((n * 8 + 255) / 256), 256, 0, g->upload_stream>>>(
-            (uint32_t *)(to + m[k]->s), raw + n_q, *m[k], &g->is_high[slot]);
-        TRY(cudaGetLastError());
-    }
+    const uint8_t *w1 = g->raw, *w3 = w1 + n_q + n_s, *w2 = w3 + n_q + n_s;
+    repack<<<blocks_of(&g->l.up), 256, 0, g->upload_stream>>>(to, g->l.up, true, w1, w1 + n_q, w3,
+                                                              w3 + n_q, &g->is_high[slot]);
+    TRY(cudaGetLastError());
+    repack<<<blocks_of(&g->l.down), 256, 0, g->upload_stream>>>(
+        to, g->l.down, false, w2, w2 + n_q, w2, w2 + n_q, &g->is_high[slot]);
+    TRY(cudaGetLastError());
     TRY(cudaStreamSynchronize(g->upload_stream));
     return 0;
 }
@@ -685,59 +786,63 @@ static unsigned blocks_for(uint64_t n_tasks, uint32_t n_sm) {
     return (unsigned)(n < 1 ? 1 : n < n_sm ? n : n_sm);
 }
 
+/* Note the time in timed graphs. */
+static int gpu_mark(gpu *g, const shape *s, int i, char *why, size_t n_why) {
+    if (s->is_timed)
+        TRY(cudaEventRecordWithFlags(g->event[i], g->stream, cudaEventRecordExternal));
+    return 0;
+}
+
 /* The launches of one shape, into the stream. */
 static int gpu_launch(gpu *g, const shape *s, char *why, size_t n_why) {
-    places p = places_of(g, s->rows, s->items, s->pairs);
+    places p = places_of(g, s);
     task t = {g->l,
               g->slots,
               g->is_high,
               (const head *)g->in,
-              (const gpu_item *)(g->in + p.items),
+              (const segment *)(g->in + p.segments),
               (const uint32_t *)(g->in + p.row),
               (const float *)(g->in + p.w),
               (const float *)(g->in + p.z),
               g->hidden,
               (int64_t *)g->out,
               (uint32_t *)(g->out + p.bad),
+              (uint32_t *)(g->out + p.work),
+              (uint32_t *)(g->out + p.work) + 1,
               g->o.beta,
-              g->o.linear_beta};
-    dim3 inner((g->l.w1.tiles + WARPS - 1) / WARPS, s->items),
-        outer((g->l.w2.tiles / 2 + WARPS - 1) / WARPS, s->items);
-    uint64_t n_in = p.in_bytes / 16, n_out = p.out_bytes / 16;
+              g->o.linear_beta,
+              {2, 4, 8, 64, 128}};
+    uint64_t n_in = p.in_bytes / 16, n_clear = p.out_bytes / 16, n_out = p.work / 16;
     bool is_one = s->rows == 1;
-    if (s->is_timed) TRY(cudaEventRecordWithFlags(g->event[EV_BEGIN], g->stream, cudaEventRecordExternal));
-    stage_in<<<blocks_for(n_in > n_out ? n_in : n_out, g->info.n_sm), 256, 0, g->stream>>>(
-        (uint4 *)g->in, (const uint4 *)g->host_in, n_in, (uint4 *)g->out, n_out);
+    if (gpu_mark(g, s, EV_BEGIN, why, n_why) < 0) return -1;
+    stage_in<<<blocks_for(n_in > n_clear ? n_in : n_clear, g->info.n_sm), 256, 0, g->stream>>>(
+        (uint4 *)g->in, (const uint4 *)g->host_in, n_in, (uint4 *)g->out, n_clear);
     TRY(cudaGetLastError());
-    if (s->is_timed) TRY(cudaEventRecordWithFlags(g->event[EV_IN], g->stream, cudaEventRecordExternal));
-    is_one ? inner_one<<<inner, BLOCK, 0, g->stream>>>(t)
-           : inner_many<<<inner, BLOCK, 0, g->stream>>>(t);
+    if (gpu_mark(g, s, EV_IN, why, n_why) < 0) return -1;
+    if (is_one)
+        experts<1><<<g->info.n_sm, 32 * g->n_warps[0], g->n_shared[0], g->stream>>>(t);
+    else
+        experts<ROWS><<<g->info.n_sm, 32 * g->n_warps[1], g->n_shared[1], g->stream>>>(t);
     TRY(cudaGetLastError());
-    is_one ? outer_one<<<outer, BLOCK, 0, g->stream>>>(t)
-           : outer_many<<<outer, BLOCK, 0, g->stream>>>(t);
-    TRY(cudaGetLastError());
-    if (s->is_timed) TRY(cudaEventRecordWithFlags(g->event[EV_KERNELS], g->stream, cudaEventRecordExternal));
+    if (gpu_mark(g, s, EV_KERNELS, why, n_why) < 0) return -1;
     stage_out<<<blocks_for(n_out, g->info.n_sm), 256, 0, g->stream>>>(
         (uint4 *)g->host_out, (const uint4 *)g->out, n_out, (const head *)g->in,
         (uint64_t *)g->host_number, g->n_done);
     TRY(cudaGetLastError());
-    if (s->is_timed) TRY(cudaEventRecordWithFlags(g->event[EV_OUT], g->stream, cudaEventRecordExternal));
-    return 0;
+    return gpu_mark(g, s, EV_OUT, why, n_why);
 }
 
 /* The graph of a shape, made when the shape is first seen. */
-static int gpu_shape(gpu *g, uint32_t n_rows, uint32_t n_items, const shape **out, char *why,
+static int gpu_shape(gpu *g, uint32_t n_rows, uint32_t n_segments, const shape **out, char *why,
                      size_t n_why) {
-    shape s = {1, n_items, 0, g->is_timed, NULL};
-    if (n_rows > 1) {
-        s.rows = power_of_two(n_rows, g->o.max_rows);
-        s.items = power_of_two(n_items, g->o.max_items);
-    }
-    s.pairs = s.rows * (g->o.max_pairs / g->o.max_rows);
+    shape most = shape_largest(&g->o), s = {0, 0, 0, g->is_timed, NULL};
+    s.rows = power_of_two(n_rows, most.rows);
+    s.segments = power_of_two(n_segments, most.segments);
+    s.pairs = s.rows * (most.pairs / most.rows);
     for (uint32_t i = 0; i < g->n_shapes; i++) {
         const shape *x = &g->shapes[i];
         *out = x;
-        if (x->rows == s.rows && x->items == s.items && x->is_timed == s.is_timed) return 0;
+        if (x->rows == s.rows && x->segments == s.segments && x->is_timed == s.is_timed) return 0;
     }
     if (g->n_shapes == GPU_MAX_SHAPES) {
         snprintf(why, n_why, "gpu: more shapes of requests than there can be");
@@ -757,23 +862,37 @@ static int gpu_shape(gpu *g, uint32_t n_rows, uint32_t n_items, const shape **ou
     return 0;
 }
 
+/* Cut the pairs of each item in segments; returns how many. */
+static uint32_t cut_items(segment *to, const gpu_item *items, uint32_t n_items) {
+    uint32_t n = 0;
+    for (uint32_t x = 0; x < n_items; x++)
+        for (uint32_t at = 0; at < items[x].n; at += ROWS, n++) {
+            uint32_t left = items[x].n - at;
+            segment g = {items[x].slot, items[x].first + at, left < ROWS ? left : ROWS, x};
+            if (to) to[n] = g;
+        }
+    return n;
+}
+
 extern "C" int gpu_begin(gpu *g, const float *z, uint32_t n_rows, const gpu_item *items,
                          uint32_t n_items, const uint32_t *row, const float *w, uint32_t n_pairs,
                          char *why, size_t n_why) {
+    uint32_t n_segments = cut_items(NULL, items, n_items);
+    uint64_t stride = (uint64_t)g->l.up.chunks * CHUNK;
     TRY(cudaSetDevice(g->o.device));
-    if (gpu_shape(g, n_rows, n_items, &g->now, why, n_why) < 0) return -1;
-    places p = places_of(g, g->now->rows, g->now->items, g->now->pairs);
-    head h = {n_items, n_rows, ++g->number, {0}};
+    if (gpu_shape(g, n_rows, n_segments, &g->now, why, n_why) < 0) return -1;
+    places p = places_of(g, g->now);
+    head h = {n_segments, n_rows, ++g->number, {0}};
     g->n_rows = n_rows;
     g->n_items = n_items;
     memcpy(g->host_in, &h, sizeof h);
-    memcpy(g->host_in + p.items, items, n_items * sizeof *items);
+    cut_items((segment *)(g->host_in + p.segments), items, n_items);
     memcpy(g->host_in + p.row, row, n_pairs * sizeof *row);
     memcpy(g->host_in + p.w, w, n_pairs * sizeof *w);
     for (uint32_t r = 0; r < n_rows; r++) {
-        float *to = (float *)(g->host_in + p.z) + (uint64_t)r * g->l.lat_pad;
+        float *to = (float *)(g->host_in + p.z) + r * stride;
         memcpy(to, z + (uint64_t)r * g->o.latent, g->o.latent * 4ull);
-        memset(to + g->o.latent, 0, (g->l.lat_pad - g->o.latent) * 4ull);
+        memset(to + g->o.latent, 0, (stride - g->o.latent) * 4);
     }
     TRY(cudaGraphLaunch(g->now->exec, g->stream));
     return 0;
@@ -797,7 +916,7 @@ static int gpu_wait(gpu *g, char *why, size_t n_why) {
 
 extern "C" int gpu_end(gpu *g, int64_t *Q, uint8_t *is_bad, char *why, size_t n_why) {
     if (gpu_wait(g, why, n_why) < 0) return -1;
-    places p = places_of(g, g->now->rows, g->now->items, g->now->pairs);
+    places p = places_of(g, g->now);
     const uint32_t *bad = (const uint32_t *)(g->host_out + p.bad);
     const int64_t *sums = (const int64_t *)g->host_out;
     int n_bad = 0;
@@ -823,12 +942,21 @@ extern "C" int gpu_times_get(gpu *g, gpu_times *out, char *why, size_t n_why) {
 
 /* ==== 6. Pace of the device ========================================================== */
 
+/* Past L1. */
+__device__ static inline uint4 load_past(const uint4 *p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+
 __global__ static void read_all(const uint4 *p, uint64_t n, uint32_t *sum) {
     uint32_t v = 0;
     uint64_t step = (uint64_t)gridDim.x * blockDim.x;
 #pragma unroll 8
     for (uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
-        uint4 x = load_weights(p + i);
+        uint4 x = load_past(p + i);
         v ^= x.x ^ x.y ^ x.z ^ x.w;
     }
     if (v == 0x5a17c0de) *sum = v; /* so that the loads are not left out */

@@ -89,10 +89,17 @@ static int fail_in(k3_error *err, int status, const char *fmt, ...) {
 }
 
 const char *k3_status_name(int status) {
-    static const char *const name[] = {"ok",           "I/O error",     "out of memory",
-                                       "bad argument", "model refused", "budget too small",
-                                       "check failed", "context full",  "cancelled",
-                                       "numeric error"};
+    static const char *const name[] = {"ok",
+                                       "I/O error",
+                                       "out of memory",
+                                       "bad argument",
+                                       "model refused",
+                                       "budget too small",
+                                       "check failed",
+                                       "context full",
+                                       "cancelled",
+                                       "numeric error",
+                                       "a far box lied"};
     int i = status >= 0 ? 0 : -status;
     return i < (int)(sizeof name / sizeof *name) ? name[i] : "unknown status";
 }
@@ -2232,6 +2239,7 @@ typedef struct {
     enum slot_state state;
     bool is_pinned, is_guess, is_doomed;
     bool is_kept; /* named in the file of pins: stays for good, beside the quota */
+    bool is_fill; /* read because the slot was empty; among the held from the start */
     int n_reqs;
     io_req req[N_EXPERT_TENSORS];
 } slot;
@@ -2289,6 +2297,7 @@ struct k3_engine {
     double disk_ns, pair_ns; /* running: one more expert from disk, one (position, expert) */
     int64_t *far_sums; /* [far_rows][latent] answers that are computed here too; NULL: none */
     uint64_t far_seed;
+    slot *far_fill; /* the last slot that was filled with what a box serves; NULL: none */
 };
 
 /* Read n bytes to `to` by way of the bounce buffer; `sum` is their XXH3, or NULL. What is too long
@@ -2785,7 +2794,7 @@ static bool slot_is_busy(k3_engine *e, const slot *s) {
 static void store_free(k3_engine *e, slot *s) {
     store *st = &e->store;
     s->state = SLOT_FREE;
-    s->is_pinned = s->is_guess = s->is_doomed = false;
+    s->is_pinned = s->is_guess = s->is_doomed = s->is_fill = false;
     st->free[st->n_free++] = (uint32_t)(s - st->slots);
 }
 
@@ -2861,7 +2870,7 @@ static bool store_fetch(k3_engine *e, uint32_t il, uint32_t ie, enum io_urgency 
     s->heat = 0.0f;
     s->state = SLOT_READING;
     s->is_guess = u == IO_GUESS;
-    s->is_kept = false;
+    s->is_kept = s->is_fill = false;
     s->n_reqs = expert_requests(e, il, ie, st->bytes + (uint64_t)i * st->slot_bytes, s->req);
     *store_at(e, il, ie) = (int32_t)i;
     for (int k = 0; k < s->n_reqs; k++) disk_submit(&e->io, &s->req[k], u);
@@ -2881,7 +2890,8 @@ static int store_arrived(k3_engine *e, slot *s, expert_view *x, k3_error *err) {
         int rc = expert_check(&e->sh, s->il, s->ie, x, &e->files, err);
         if (rc < 0) return rc;
         s->state = SLOT_FULL;
-        if (!s->is_kept) e->store.n_held[s->il - e->sh.n_dense]++;
+        if (!s->is_kept && !s->is_fill) e->store.n_held[s->il - e->sh.n_dense]++;
+        s->is_fill = false;
     }
     expert_locate(e, s->il, s->ie, s->req, s->n_reqs, x);
     return 1;
@@ -2926,7 +2936,9 @@ static void store_recover(k3_engine *e) {
     for (uint32_t i = 0; i < st->n_slots; i++) {
         slot *s = &st->slots[i];
         s->is_pinned = false;
-        if (s->state == SLOT_READING && !s->is_doomed) store_drop(e, s);
+        if (s->state != SLOT_READING || s->is_doomed) continue;
+        e->store.n_held[s->il - e->sh.n_dense] -= s->is_fill;
+        store_drop(e, s);
     }
     st->n_guess = 0;
     for (uint32_t il = e->sh.n_dense; st->n_slots > 0 && il < e->sh.n_layers; il++)
@@ -3395,8 +3407,8 @@ static void plan_divide(k3_engine *e, uint64_t left, uint64_t n_pins) {
     if (n < staging) n = staging;
     if (n > staging + n_all) n = staging + n_all;
     p->n_pinned = n - staging < n_pins ? (uint32_t)(n - staging) : (uint32_t)n_pins;
-    if (n - staging == n_all) p->n_pinned = 0; /* all will stay anyway */
-    p->quota = n_moe ? (uint32_t)((n - staging - p->n_pinned) / n_moe) : 0;
+    uint64_t shared = n - staging == n_all ? n_all : n - staging - p->n_pinned; /* all: all stay */
+    p->quota = n_moe ? (uint32_t)(shared / n_moe) : 0;
     p->n_slots = (uint32_t)n; /* what does not divide evenly serves all layers */
     p->streamed_bytes = matrices_bytes(e, false) - p->resident_bytes;
 }
@@ -3696,6 +3708,7 @@ typedef struct {
     uint32_t n_queue, i_queue; /* ... of them queue[i_queue..n_queue) not asked for yet */
     uint32_t n_far, far_pairs; /* ... asked of far boxes and not settled; their pairs */
     uint32_t n_audit;     /* ... answered, and still to be computed here to compare */
+    bool is_unseen;       /* ... answered, and used as it was */
     bool is_audit;        /* ... answers are computed here too */
     bool is_timed;        /* ... what is not here is read from disk, since begun_ns */
     uint64_t begun_ns;
@@ -3712,6 +3725,7 @@ struct k3_session {
     void *block;
     uint64_t block_bytes;
     bool is_broken;
+    uint64_t n_unseen; /* layers whose far answers were used and not compared */
     k3_trace_fn trace;
     void *trace_user;
     k3_route_fn route;
@@ -4462,7 +4476,7 @@ static void far_begin(step *st) {
     const k3_options *o = &st->e->opt;
     char line[512];
     st->n_far = st->far_pairs = st->n_audit = 0;
-    st->is_audit = false;
+    st->is_audit = st->is_unseen = false;
     st->is_timed = st->e->far != NULL;
     if (!st->e->far) return;
     st->begun_ns = now_ns();
@@ -4476,8 +4490,7 @@ static bool far_ask(step *st, uint32_t il, routed *r) {
     tier *far = st->e->far;
     const struct scratch *b = st->b;
     if (!far) return false;
-    r->is_far = st->T <= st->e->far_rows &&
-                tier_ask(far, il, r->ie, r->n, b->pair_t + r->first, b->pair_w + r->first);
+    r->is_far = tier_ask(far, il, r->ie, r->n, b->pair_t + r->first, b->pair_w + r->first);
     if (!r->is_far) tier_wish(far, il, r->ie);
     st->n_far += r->is_far;
     st->far_pairs += r->is_far ? r->n : 0;
@@ -4498,6 +4511,35 @@ static void far_send(step *st) {
     tier_send(e->far, st->b->moe.z, now_ns() + (here > least ? here : least));
 }
 
+/* Slots that are empty fill up with what boxes serve, one at a time and when the disk is asked for
+ * nothing else: what is here is computed sooner than a box answers. */
+static void far_fill(step *st, uint32_t il) {
+    k3_engine *e = st->e;
+    store *s = &e->store;
+    slot *last = e->far_fill;
+    const routed *best = NULL;
+    if (last && last->is_fill && last->state == SLOT_READING) {
+        if (slot_is_busy(e, last)) return;
+        for (int i = 0; i < last->n_reqs; i++)
+            if (last->req[i].state == IO_FAILED) { /* not asked for: no error */
+                s->n_held[last->il - e->sh.n_dense]--;
+                store_drop(e, last);
+                e->far_fill = NULL;
+                return;
+            }
+    }
+    if (st->n_far == 0 || s->n_free == 0 || s->n_held[il - e->sh.n_dense] >= s->quota) return;
+    for (uint32_t x = 0; x < st->n_routed; x++) {
+        const routed *r = &st->b->routed[x];
+        if (r->is_far && (!best || r->weight > best->weight)) best = r;
+    }
+    if (!best || !store_fetch(e, il, best->ie, IO_GUESS)) return;
+    e->far_fill = store_find(e, il, best->ie);
+    e->far_fill->is_guess = false;
+    e->far_fill->is_fill = true;
+    s->n_held[il - e->sh.n_dense]++;
+}
+
 /* What a box was asked for is in Q, or must be read after all. */
 static void far_settled(void *user, uint32_t ie, bool is_served) {
     step *st = user;
@@ -4513,6 +4555,7 @@ static void far_settled(void *user, uint32_t ie, bool is_served) {
     r->is_far = false;
     r->is_audit = is_served && st->is_audit;
     r->is_computed = is_served && !st->is_audit;
+    st->is_unseen = st->is_unseen || r->is_computed;
     st->n_audit += r->is_audit;
     st->n_far--;
     if (!is_served) st->b->queue[st->n_queue++] = lo;
@@ -4534,20 +4577,22 @@ static void far_audit(step *st) {
     st->n_audit = 0;
 }
 
-/* Q is our own: right. Boxes that said otherwise are done with; but what they said before, and
- * nobody compared, cannot be taken back. */
+/* Q is our own: right. Boxes that said otherwise are done with. When nobody compared what boxes
+ * said in an earlier layer of this session, that may have been wrong too, and with it the state, the
+ * rows that were handed out and the ids drawn from them: only beginning again, from before the first
+ * such answer, makes it right. */
 static int far_judge(step *st, uint32_t il) {
     k3_engine *e = st->e;
+    st->s->n_unseen += st->is_unseen;
     if (!st->is_audit ||
         memcmp(e->far_sums, st->b->moe.Q, st->T * e->sh.latent * sizeof *e->far_sums) == 0)
         return 0;
     tier_ban(e->far);
-    if (e->opt.tier_audit == 1) return 0;
-    return fail(st->err, K3_ECHECK,
-                "layer %u at position %llu: a far box gives wrong expert sums, and not all of its "
-                "answers were compared; what was computed so far may be wrong: run again without "
-                "it",
-                il, (unsigned long long)st->pos);
+    if (st->s->n_unseen == 0) return 0;
+    return fail(st->err, K3_EREDO,
+                "layer %u at position %llu: a far box gives wrong expert sums and is not asked "
+                "again; %llu layers before had answers that were not compared: begin again",
+                il, (unsigned long long)st->pos, (unsigned long long)st->s->n_unseen);
 }
 
 /* A layer's last expert from disk is here: what one costs, when all came from there. */
@@ -4574,9 +4619,13 @@ static int far_open(k3_engine *e, k3_error *err) {
                     sh->n_experts,  sh->latent, sh->expert_inter, sh->top_k};
     int rc = k3_expert_fingerprint(e, &m.fingerprint, err);
     if (rc < 0) return rc;
-    e->far_rows = o->chunk && o->chunk < (int)TIER_MAX_ROWS ? (uint32_t)o->chunk : TIER_MAX_ROWS;
-    tier_trust trust = {o->tier_ca, o->tier_cert, o->tier_cert_key, "--tier"};
-    tier_options to = {o->tiers, o->tier_key, o->spin_us, e->far_rows, trust};
+    e->far_rows = o->chunk ? (uint32_t)o->chunk : TIER_MAX_ROWS;
+    tier_options to = {.boxes = o->tiers,
+                       .key_file = o->tier_key,
+                       .spin_us = o->spin_us,
+                       .max_rows = e->far_rows,
+                       .is_hedging = o->tier_hedge,
+                       .trust = {o->tier_ca, o->tier_cert, o->tier_cert_key, "--tier"}};
     e->far_bytes = tier_bytes(&m, &to);
     e->far_block = ledger_take(&e->mem, e->far_bytes, "frames of far boxes", err);
     if (!e->far_block) return e->mem.why;
@@ -4689,7 +4738,10 @@ static void experts_fetch(step *st, uint32_t il) {
     struct scratch *b = st->b;
     for (; st->i_queue < st->n_queue; st->i_queue++) {
         routed *r = &b->routed[b->queue[st->i_queue]];
-        if (!store_fetch(st->e, il, r->ie, IO_DEMAND)) return;
+        slot *s = store_find(st->e, il, r->ie); /* on its way already (far_fill)? */
+        if (!s && !store_fetch(st->e, il, r->ie, IO_DEMAND)) return;
+        for (int i = 0; s && s->state == SLOT_READING && i < s->n_reqs; i++)
+            disk_raise(&st->e->io, &s->req[i], false);
         r->slot = store_find(st->e, il, r->ie);
         r->slot->is_pinned = true;
     }
@@ -4719,6 +4771,7 @@ static int experts(step *st, uint32_t il) {
         if (st->i_queue == st->n_queue && !has_guessed) {
             has_guessed = true;
             experts_guess(st, il + 1);
+            if (e->far) far_fill(st, il);
         }
         uint32_t n_queue = st->n_queue;
         n_left -= far_join(st, n_left == st->n_far + st->n_audit);
@@ -5200,7 +5253,12 @@ void k3_state_layer(const k3_session *s, uint32_t il, uint64_t n_pos, k3_state_a
 
 void k3_state_resume(k3_session *s, uint64_t n_pos) {
     s->pos = n_pos;
+    s->n_unseen = 0; /* what is in a file is taken for right */
     s->is_broken = false;
+}
+
+bool k3_state_is_doubtful(const k3_session *s) {
+    return s->n_unseen > 0 && s->e->opt.tier_audit > 1;
 }
 
 void *k3_state_begin(k3_engine *e, uint64_t *room) {
@@ -5307,7 +5365,7 @@ uint64_t k3_engine_fingerprint(const k3_engine *e) {
 
 struct k3_snapshot {
     k3_engine *e;
-    uint64_t pos, ids_hash;
+    uint64_t pos, ids_hash, n_unseen;
     uint8_t *block; /* the KDA layers' arrays, one after the other */
     uint64_t block_bytes;
 };
@@ -5333,6 +5391,7 @@ int k3_session_snapshot(k3_session *s, k3_snapshot **out, k3_error *err) {
     if (!snap) return fail(err, K3_ENOMEM, "snapshot: out of memory");
     snap->e = e;
     snap->pos = s->pos;
+    snap->n_unseen = s->n_unseen;
     snap->ids_hash = XXH3_64bits(s->ids, (size_t)s->pos * sizeof *s->ids);
     snap->block_bytes = e->sh.state_bytes;
     snap->block = ledger_take(&e->mem, snap->block_bytes, "snapshot", err);
@@ -5354,6 +5413,7 @@ int k3_session_restore(k3_session *s, const k3_snapshot *snap, k3_error *err) {
                     (unsigned long long)snap->pos, (unsigned long long)s->pos);
     snapshot_copy(s, snap->block, true);
     k3_state_resume(s, snap->pos);
+    s->n_unseen = snap->n_unseen;
     return 0;
 }
 
@@ -5431,7 +5491,7 @@ void k3_session_reset(k3_session *s) {
     for (uint32_t il = 0; il < s->e->sh.n_layers;
          il++) /* cache rows are written before they are read */
         if (!s->e->sh.is_mla[il]) memset(s->state[il], 0, layer_state_bytes(&s->e->sh, il, 0));
-    s->pos = 0;
+    s->pos = s->n_unseen = 0;
     s->is_broken = false;
 }
 
@@ -5512,6 +5572,7 @@ void k3_session_stats(const k3_session *s, k3_stats *out) {
     out->far_asked = far.asked;
     out->far_served = far.served;
     out->far_late = far.late;
+    out->far_hedged = far.hedged;
 }
 
 /* ==== 16. Oracle ===================================================================== */
@@ -5616,6 +5677,7 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
     if (!(o->eps_lora > 0.0f) || !isfinite(o->eps_lora))
         return fail(err, K3_EUSAGE, "lora eps must be a number above 0");
     if (machine_check(err) < 0) return K3_EUSAGE;
+    if (o->tiers && o->tiers[0] && o->chunk > (int)TIER_MAX_ROWS) e->opt.chunk = TIER_MAX_ROWS;
     e->dir = strdup(o->model_dir);
     e->kern = kernels_pick(o->kernels, err);
     if (!e->kern) return K3_EUSAGE;

@@ -49,7 +49,8 @@ typedef enum {
     K3_ECHECK = -6,  /* a hash or check did not match                        exit 5 */
     K3_EFULL = -7,   /* the context is full                                  exit 1 */
     K3_ECANCEL = -8, /* the caller's progress function asked to stop         exit 1 */
-    K3_ENUMERIC = -9 /* NaN, infinity or overflow; names layer and stage     exit 1 */
+    K3_ENUMERIC = -9, /* NaN, infinity or overflow; names layer and stage    exit 1 */
+    K3_EREDO = -10   /* a far box lied, and was believed before: begin again exit 5 */
 } k3_status;
 
 /* One line, noun, place, cause; empty when there was no error. */
@@ -82,7 +83,8 @@ typedef struct {
     const char *model_dir; /* required                                                     */
     const char *kernels;   /* "ref" "avx2" "avx512" "neon"; NULL: the best this CPU has    */
     int n_threads;         /* 0: one per core this process may use                         */
-    int chunk;             /* most positions computed together, 1..4096; 0: by the budget  */
+    int chunk;             /* most positions computed together, 1..4096; 0: by the budget;
+                            * at most 512 where there are tiers                            */
     float eps_lora;        /* q_a and kv_a layernorm eps; K3-SPEC 3.6 default 1e-6         */
     uint64_t ram_bytes;    /* bound of the process's peak RSS; 0: what is free, less 1/16  */
     uint64_t caller_bytes; /* what the caller itself holds, counted in ram_bytes           */
@@ -113,7 +115,13 @@ typedef struct {
                             * NULL: it is in tier_cert                                     */
     uint32_t spin_us;      /* a wait for a box spins so long before it sleeps              */
     uint32_t tier_wait_us; /* wait at least so long; 0: no longer than it would take here  */
-    uint32_t tier_audit;   /* compute one answer in so many here as well; 0: none          */
+    bool tier_hedge;       /* a box that is late: ask a second one as well                 */
+    /* Compute the answers of one layer in so many here as well; 0: none. A box that lied is never
+     * asked again. With 1 no answer is used unseen. With more, what it was believed before may be
+     * wrong: the step then fails with K3_EREDO unless nothing was. Reset, restore or load the
+     * session, to a state from before far boxes were asked, and feed the same ids again: now right.
+     * Such a session is not kept in a k3_cache: a lie that is found later would stay. */
+    uint32_t tier_audit;
 
     /* Notes the caller may show, one line each (a tensor nobody knows, a fallback). */
     void (*note)(void *user, const char *line);
@@ -215,7 +223,7 @@ typedef enum { K3_ROWS_NONE, K3_ROWS_LAST, K3_ROWS_ALL } k3_rows;
  *         logits: f32[vocab_size] for K3_ROWS_LAST, f32[n][vocab_size] for
  *         K3_ROWS_ALL, ignored for K3_ROWS_NONE
  * Errors  K3_EUSAGE (n is 0, an id out of range: nothing was run); K3_EFULL (nothing
- *         was run); K3_EIO, K3_EMODEL, K3_ENUMERIC, K3_ECANCEL end the session until it is reset,
+ *         was run); K3_EIO, K3_EMODEL, K3_ENUMERIC, K3_EREDO, K3_ECANCEL end the session until it is reset,
  *         restored or loaded */
 int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, float *logits,
                     k3_error *err);
@@ -247,6 +255,7 @@ typedef struct {
     uint64_t resident_bytes; /* what the ledger counts                      */
     uint64_t far_asked, far_served; /* experts asked of far boxes; and in their sums */
     uint64_t far_late;       /* times that a box did not answer in time     */
+    uint64_t far_hedged;     /* questions that a second box was asked too   */
     uint64_t far_audits;     /* layers whose answers were computed here too */
 } k3_stats;
 void k3_session_stats(const k3_session *s, k3_stats *out);
@@ -317,6 +326,7 @@ int64_t k3_cache_restore(k3_cache *c, k3_session *s, const uint32_t *ids, size_t
 
 /* Keep the session's present state. 0 also when it is there already, when another process is
  * writing it, when there is nothing to keep or when it could never fit.
+ * Nothing is kept either of a session that believed far boxes while k3_options.tier_audit is above 1.
  * Errors  K3_EUSAGE (the session ended with an error), K3_EIO: the session is unharmed */
 int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err);
 

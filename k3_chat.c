@@ -1318,6 +1318,13 @@ static void chat_recover_last(chat *c) {
     chat_recover(c, i > 0 ? &c->turns[i - 1] : NULL);
 }
 
+/* A far box was believed and lied: no state from since then is right. It is not asked again, and
+ * what was said is read again without it. */
+static void chat_distrust(chat *c) {
+    for (size_t i = 0; i < c->n_turn; i++) turn_drop_snapshot(&c->turns[i]);
+    k3_session_reset(c->s);
+}
+
 /* Keep the session's state for /undo; older snapshots make room. */
 static void turn_snapshot(chat *c, turn *u) {
     k3_error err = {{0}};
@@ -1501,7 +1508,12 @@ static int turn_prompt(chat *c) {
     console_answer(&c->con, 0, 0);
     c->con.start_ns = c->con.last_ns = start;
     c->n_prompt = c->n - chat_pos(c);
-    int status = chat_feed(c, &err);
+    int status;
+    while ((status = chat_feed(c, &err)) == K3_EREDO) {
+        console_clear(&c->con);
+        if (!c->a->quiet) say("note: %s; replies so far may be wrong", err.text);
+        chat_distrust(c);
+    }
     console_clear(&c->con);
     c->prompt_ns = clock_ns() - start;
     c->n_prompt -= c->n_cached;
@@ -1531,7 +1543,10 @@ static int turn_step(chat *c) {
         c->n_step++;
         return DONE;
     }
-    chat_recover_last(c);
+    if (status == K3_EREDO)
+        chat_distrust(c);
+    else
+        chat_recover_last(c);
     return status == K3_ECANCEL ? INTERRUPTED : complain_status(c, status, &err);
 }
 

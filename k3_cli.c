@@ -50,7 +50,8 @@ int exit_code(int status) {
     case K3_EUSAGE: return FAIL_USAGE;
     case K3_EMODEL: return FAIL_MODEL;
     case K3_EBUDGET: return FAIL_BUDGET;
-    case K3_ECHECK: return FAIL_CHECK;
+    case K3_ECHECK:
+    case K3_EREDO: return FAIL_CHECK;
     case K3_ECANCEL: return INTERRUPTED; /* only a signal cancels here */
     default: return status < 0 ? FAIL_IO : DONE;
     }
@@ -149,6 +150,7 @@ typedef enum {
     KIND_STOP,     /* appended to stop[]                                      */
     KIND_MIRROR,   /* appended to mirror[]                                    */
     KIND_TIER,     /* appended to tier[]                                      */
+    KIND_HOP,      /* appended to hop[]                                       */
     KIND_PART,     /* uint64_t: N of 1/N                                      */
     KIND_CHOICE,   /* uint64_t: which of the words in `value`, from 0         */
     KIND_OPTIONAL, /* const char *, "" unless given as --name=VALUE           */
@@ -283,6 +285,15 @@ static const cli_option OPTION[] = {
     {"--kernels-only", NULL, KIND_FLAG, AT(kernels_only), BENCH, G_MEASURE, NULL, 0, 0,
      "no model: every kernel set at K3's dimensions, against this machine's\n"
      "own read bandwidth and multiply-add peak; --threads is the most tried"},
+    {"--hop", "ADDR", KIND_HOP, 0, BENCH, G_MEASURE, NULL, 0, 0,
+     "no weights loaded: what a request to this k3-tier takes, part by part,\n"
+     "and whether its sums are right; exit 5 if not, if a request has no\n"
+     "answer, or if the box's memory grows (repeatable)"},
+    {"--requests", "N", KIND_COUNT, AT(requests), BENCH, G_MEASURE, "10000", 1, 1000000,
+     "--hop: requests of each row, after 200 to warm up"},
+    {"--sustain", "SECONDS", KIND_COUNT, AT(sustain), BENCH, G_MEASURE, "60", 0, 86400,
+     "--hop: then requests for so long, and the box's memory before and\n"
+     "after"},
     {"--reader", NULL, KIND_FLAG, AT(reader), BENCH, G_MEASURE, NULL, 0, 0,
      "before and after, read whole experts at random with O_DIRECT as fast as\n"
      "the disk gives them; the last line compares with what the runs read"},
@@ -413,10 +424,16 @@ static const cli_option OPTION[] = {
     {"--tier-wait", "N", KIND_COUNT, AT(tier_wait), RUN | CHAT | BENCH, G_TIER, "0", 0, 60000000,
      "wait at least so many microseconds for an answer; 0: no longer than it\n"
      "would take to read and compute here"},
+    {"--tier-hedge", NULL, KIND_FLAG, AT(tier_hedge), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
+     "a box that takes twice its usual time: ask another that holds the same\n"
+     "as well; the first answer counts"},
     {"--tier-audit", "1/N", KIND_PART, AT(tier_audit), RUN | CHAT | BENCH, G_TIER, NULL, 1,
      1u << 30,
      "compute one layer in N here as well; a box whose sums differ is never\n"
-     "asked again, and unless N is 1 the run ends with exit 5"},
+     "asked again. With 1/1 no answer is used unseen. Else the answer begins\n"
+     "again without the box: what it ends with is right, and if text that is\n"
+     "already out turns out wrong the run stops with exit 5. --cache then\n"
+     "keeps nothing that boxes had a part in"},
 };
 
 /* `given` has a place for each row. */
@@ -551,10 +568,10 @@ static int option_set_part(const cli_option *o, cli_args *a, const char *text) {
     return DONE;
 }
 
-static int option_add_tier(cli_args *a, const char *text) {
-    if (!text[0]) return fail(FAIL_USAGE, "--tier: an empty text is no address");
-    if (a->n_tier == MAX_TIER) return fail(FAIL_USAGE, "--tier: at most %d boxes", MAX_TIER);
-    a->tier[a->n_tier++] = text;
+static int option_add_box(const char *name, const char **box, size_t *n, const char *text) {
+    if (!text[0]) return fail(FAIL_USAGE, "%s: an empty text is no address", name);
+    if (*n == MAX_TIER) return fail(FAIL_USAGE, "%s: at most %d boxes", name, MAX_TIER);
+    box[(*n)++] = text;
     return DONE;
 }
 
@@ -571,7 +588,8 @@ static int option_set(const cli_option *o, cli_args *a, const char *text) {
         a->stop[a->n_stop++] = text;
         return DONE;
     case KIND_MIRROR: return option_add_mirror(a, text);
-    case KIND_TIER: return option_add_tier(a, text);
+    case KIND_TIER: return option_add_box(o->name, a->tier, &a->n_tier, text);
+    case KIND_HOP: return option_add_box(o->name, a->hop, &a->n_hop, text);
     case KIND_PART: return option_set_part(o, a, text);
     case KIND_CHOICE: return option_set_choice(o, a, text);
     case KIND_COUNT: return option_set_count(o, a, text);
@@ -1014,6 +1032,7 @@ k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     o.spin_us = (uint32_t)a->spin_us;
     o.tier_wait_us = (uint32_t)a->tier_wait;
     o.tier_audit = (uint32_t)a->tier_audit;
+    o.tier_hedge = a->tier_hedge;
     if (is_given(a, "--lora-eps")) o.eps_lora = a->lora_eps;
     if (a->golden) o.eps_lora = 1e-5f;
     o.note = console_note;
@@ -1217,6 +1236,8 @@ typedef struct {
     size_t cap_text, n_out; /* of which n_out bytes were written              */
     k3_utf8 utf8;
     outfile dump, trace, routing;
+    char *shown;    /* begun again: what was written the first time ...       */
+    size_t n_shown; /* ... must come out the same                     */
     uint64_t trace_fnv;
     uint64_t load_ns, prompt_ns, gen_ns; /* gen: n_step ids run after the prompt */
     uint64_t n_step;
@@ -1247,12 +1268,28 @@ static void run_route(void *user, uint64_t pos, uint32_t layer, uint32_t n, cons
     putc('\n', f);
 }
 
+static void run_route_head(const run_state *r) {
+    const k3_shape *sh = k3_engine_shape(r->e);
+    fprintf(r->routing.f, REPLAY_HEAD, (unsigned)sh->n_layers, (unsigned)sh->n_experts,
+            (unsigned)sh->top_k, (unsigned long long)sh->expert_bytes);
+}
+
 /* Bytes at the end of p[0, n) that could be the start of `stop`. */
 static size_t stop_prefix(const char *p, size_t n, const char *stop) {
     size_t most = strlen(stop) - 1;
     for (size_t k = n < most ? n : most; k > 0; k--)
         if (memcmp(p + n - k, stop, k) == 0) return k;
     return 0;
+}
+
+/* Write the next n bytes of the text; what was shown before is compared instead. */
+static int run_put(const run_state *r, const char *p, size_t n) {
+    size_t again = r->n_out < r->n_shown ? r->n_shown - r->n_out : 0;
+    if (r->a->json) return DONE;
+    if (again > n) again = n;
+    if (again && memcmp(r->shown + r->n_out, p, again) != 0)
+        return fail(FAIL_CHECK, "the text above is wrong: a far box lied; run again without it");
+    return again < n ? out_write(p + again, n - again) : DONE;
 }
 
 /* Write what may be written of the text. Returns DONE, an exit code, or -1 when a stop text
@@ -1271,7 +1308,7 @@ static int run_write(run_state *r, bool is_end) {
         size_t k = stop_prefix(from, n, r->a->stop[i]);
         if (k > n_held) n_held = k;
     }
-    int rc = r->a->json || n == n_held ? DONE : out_write(from, n - n_held);
+    int rc = n == n_held ? DONE : run_put(r, from, n - n_held);
     r->n_out += n - n_held;
     if (is_met) r->text.n = r->n_out;
     return rc != DONE ? rc : is_met ? -1 : DONE;
@@ -1428,6 +1465,54 @@ static int run_state_keep(run_state *r) {
     return DONE;
 }
 
+/* ---- Begun again: a far box lied, and had been believed ---- */
+
+enum { REDO = -2 }; /* beside exit codes: K3_EREDO, said as a note */
+
+static int run_fail_status(const run_state *r, int status, const k3_error *err) {
+    if (status != K3_EREDO) return fail_status(status, err);
+    if (!r->a->quiet) say("note: %s", err->text);
+    return REDO;
+}
+
+/* What was written to a file is given up; a pipe does not give anything back. */
+static int outfile_again(outfile *o) {
+    struct stat st;
+    if (!o->f) return DONE;
+    if (fflush(o->f) != 0 || fstat(fileno(o->f), &st) != 0)
+        return fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
+    if (!S_ISREG(st.st_mode))
+        return fail(FAIL_CHECK,
+                    "%s: what was written is wrong: a far box lied; run again without it", o->path);
+    rewind(o->f);
+    return outfile_begin(o);
+}
+
+/* Back to the state from before any far box was asked, with the box that lied out of the way: all
+ * ids are run and drawn again, and text that is out must come out the same. */
+static int run_again(run_state *r) {
+    k3_error err = {{0}};
+    if (!r->a->json && r->n_out > r->n_shown) {
+        char *grown = realloc(r->shown, r->n_out);
+        if (!grown) return fail_memory("the text", r->n_out);
+        memcpy(grown, r->text.p, r->n_out);
+        r->shown = grown;
+        r->n_shown = r->n_out;
+    }
+    r->text.n = r->n_out = r->said.n = 0;
+    r->utf8 = (k3_utf8){{0}, 0};
+    r->line.ids_fnv = r->line.logits_fnv = r->trace_fnv = K3_FNV_BASIS;
+    r->n_restored = r->n_step = r->gen_ns = 0;
+    int rc = outfile_again(&r->dump);
+    if (rc == DONE) rc = outfile_again(&r->trace);
+    if (rc == DONE) rc = outfile_again(&r->routing);
+    if (rc == DONE && r->a->routing) run_route_head(r);
+    if (rc != DONE) return rc;
+    k3_session_reset(r->line.s);
+    int status = r->a->load ? k3_session_load(r->line.s, r->a->load, NULL, NULL, NULL, &err) : 0;
+    return status < 0 ? fail_status(status, &err) : DONE;
+}
+
 /* Everything before the first position: prompt, tokenizer, files, weights, session. */
 /* Of so many bytes, those that the engine's allowance for its caller does not cover. */
 static uint64_t beyond_allowance(uint64_t bytes) {
@@ -1491,9 +1576,7 @@ static int run_open(run_state *r) {
     if (r->says_disk) plan_say(r->e);
     if (a->trace) k3_session_trace(r->line.s, run_trace, r);
     if (a->routing) {
-        const k3_shape *sh = k3_engine_shape(r->e);
-        fprintf(r->routing.f, REPLAY_HEAD, (unsigned)sh->n_layers, (unsigned)sh->n_experts,
-                (unsigned)sh->top_k, (unsigned long long)sh->expert_bytes);
+        run_route_head(r);
         k3_session_on_route(r->line.s, run_route, r);
     }
     r->trace_fnv = K3_FNV_BASIS;
@@ -1519,7 +1602,7 @@ static int run_prompt_rows(run_state *r) {
         memcpy(r->line.row, rows + (n - 1) * n_vocab, n_vocab * sizeof *rows);
     }
     free(rows);
-    if (status < 0) return fail_status(status, &err);
+    if (status < 0) return run_fail_status(r, status, &err);
     timeline_hash_row(&r->line);
     return rc;
 }
@@ -1538,7 +1621,7 @@ static int run_prompt(run_state *r) {
             status =
                 timeline_feed(&r->line, r->prompt_ids.id + n_run, r->prompt_ids.n - n_run, &err);
         console_clear(&r->con);
-        if (status < 0) rc = fail_status(status, &err);
+        if (status < 0) rc = run_fail_status(r, status, &err);
     }
     r->prompt_ns = clock_ns() - start;
     if (r->con.is_tty && isatty(STDOUT_FILENO) == 1) r->con.hides_compute = true;
@@ -1554,7 +1637,7 @@ static int run_step(run_state *r, uint32_t id) {
     console_clear(&r->con);
     r->gen_ns += clock_ns() - start;
     if (status == K3_ECANCEL) return INTERRUPTED;
-    if (status < 0) return fail_status(status, &err);
+    if (status < 0) return run_fail_status(r, status, &err);
     r->n_step++;
     if (r->trace.f && ferror(r->trace.f)) return fail(FAIL_IO, "%s: write error", r->trace.path);
     if (r->routing.f && ferror(r->routing.f))
@@ -1591,7 +1674,7 @@ static int run_generate(run_state *r) {
         rc = interrupted ? INTERRUPTED : run_step(r, id);
     }
     if (rc == INTERRUPTED) r->why = "interrupt";
-    if (ferror(stdout)) return rc;
+    if (rc == REDO || ferror(stdout)) return rc;
     int end = run_text(r, "", 0); /* what was held back */
     if (end == -1) r->why = "stop";
     return end > 0 && rc == DONE ? end : rc;
@@ -1649,6 +1732,7 @@ static void json_put_disk(json_object *o, const run_state *r) {
     json_put_count(o, "far_asked", st.far_asked);
     json_put_count(o, "far_served", st.far_served);
     json_put_count(o, "far_late", st.far_late);
+    json_put_count(o, "far_hedged", st.far_hedged);
     json_put_count(o, "far_audits", st.far_audits);
 }
 
@@ -1735,6 +1819,20 @@ static void run_close(run_state *r) {
     free(r->prompt_ids.id);
     free(r->said.id);
     free(r->text.p);
+    free(r->shown);
+}
+
+/* The answer, begun again as often as a far box is found to lie; each of them lies once. */
+static int run_answer(run_state *r, bool *has_answer) {
+    int rc;
+    do {
+        rc = run_prompt(r);
+        *has_answer = rc == DONE;
+        if (rc == DONE) rc = run_generate(r);
+    } while (rc == REDO && (rc = run_again(r)) == DONE);
+    if (rc == DONE && !r->a->json && r->n_out < r->n_shown)
+        rc = fail(FAIL_CHECK, "the text above is wrong: a far box lied; run again without it");
+    return rc;
 }
 
 static int cmd_run(const cli_args *a) {
@@ -1742,10 +1840,9 @@ static int cmd_run(const cli_args *a) {
     memset(&r, 0, sizeof r);
     r.a = a;
     console_init(&r.con, a);
+    bool has_answer = false;
     int rc = run_open(&r);
-    if (rc == DONE) rc = run_prompt(&r);
-    bool has_answer = rc == DONE;
-    if (rc == DONE) rc = run_generate(&r);
+    if (rc == DONE) rc = run_answer(&r, &has_answer);
     if (has_answer && (rc == DONE || rc == INTERRUPTED)) {
         int said = run_report(&r);
         if (said != DONE) rc = said;
@@ -1957,24 +2054,33 @@ static int bench_open(bench_state *b) {
     return rc == DONE ? timeline_open(&b->line, b->e, a) : rc;
 }
 
-/* One prompt, once; the two times go to *in_s and *out_s. */
-static int bench_once(bench_state *b, const id_list *prompt, double *in_s, double *out_s) {
+/* One prompt, once; the two times go to *in_s and *out_s. A k3_status. */
+static int bench_try(bench_state *b, const id_list *prompt, double *in_s, double *out_s,
+                     k3_error *err) {
     timeline *line = &b->line;
-    k3_error err = {{0}};
     k3_session_reset(line->s);
     console_answer(&b->con, 0, 0);
     line->ids_fnv = line->logits_fnv = K3_FNV_BASIS;
     uint64_t start = clock_ns();
-    int status = timeline_feed(line, prompt->id, prompt->n, &err);
+    int status = timeline_feed(line, prompt->id, prompt->n, err);
     uint64_t middle = clock_ns();
     for (uint64_t i = 0; i < b->a->tokens && status >= 0; i++) {
         uint32_t id = timeline_draw(line);
         console_answer(&b->con, i + 1, b->a->tokens);
-        if (i + 1 < b->a->tokens) status = timeline_feed(line, &id, 1, &err);
+        if (i + 1 < b->a->tokens) status = timeline_feed(line, &id, 1, err);
     }
     *in_s = (double)(middle - start) * 1e-9;
     *out_s = (double)(clock_ns() - middle) * 1e-9;
     console_clear(&b->con);
+    return status;
+}
+
+/* Again, and timed anew, when a far box is found to lie. */
+static int bench_once(bench_state *b, const id_list *prompt, double *in_s, double *out_s) {
+    k3_error err = {{0}};
+    int status;
+    while ((status = bench_try(b, prompt, in_s, out_s, &err)) == K3_EREDO)
+        if (!b->a->quiet) say("note: %s", err.text);
     return status < 0 ? fail_status(status, &err) : DONE;
 }
 
@@ -2692,6 +2798,9 @@ static int cmd_bench(const cli_args *a) {
                     "bench --kernels-only: --kernels %s cannot run here; `k3 info` lists what can",
                     a->kernels ? a->kernels : "");
     }
+    if (a->n_hop) return bench_hop(a);
+    if (is_given(a, "--requests") || is_given(a, "--sustain"))
+        return fail(FAIL_USAGE, "--requests and --sustain need --hop ADDR");
     if (a->replay) return bench_replay(a);
     if (a->write_pins) return fail(FAIL_USAGE, "--write-pins needs --replay FILE");
     memset(&b, 0, sizeof b);
@@ -3154,7 +3263,8 @@ static const cli_command COMMAND[] = {
      "stay filled between prompts. The `# total` row hashes the logits_fnv of all rows.\n",
      "  k3 bench --threads 4 --repeats 3\n"
      "  k3 bench --expect $(k3 bench -q --kernels ref | awk -F'\\t' '/^# total/ {print $7}')\n"
-     "  k3 bench --kernels-only --threads 8\n"},
+     "  k3 bench --kernels-only --threads 8\n"
+     "  k3 bench --model /data/Kimi-K3 --hop 10.0.0.7:7383 --psk-file key\n"},
     {"verify", VERIFY, NULL, cmd_verify, "read and check every weight of a model",
      "k3 verify [options]",
      "Checks all headers, then reads every tensor of the text model once: lengths, scale codes,\n"

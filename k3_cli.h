@@ -1,7 +1,7 @@
 /* k3_cli.h - what the files of the `k3` program share; nothing of the engine's is in here.
  *
  * k3_cli.c holds the option parser, messages, progress and all commands but one; k3_chat.c holds
- * the chat format and `k3 chat`. A function that returns an exit code has already said why.
+ * the chat format and `k3 chat`; k3_hop.c holds `k3 bench --hop`. A function that returns an exit code has already said why.
  */
 #ifndef K3_CLI_H
 #define K3_CLI_H
@@ -77,6 +77,10 @@ typedef struct {
     size_t n_tier;
     const char *psk_file, *tier_ca, *tier_cert, *tier_key;
     uint64_t spin_us, tier_wait, tier_audit;
+    bool tier_hedge;
+    const char *hop[MAX_TIER + 1]; /* NULL-ended                              */
+    size_t n_hop;
+    uint64_t requests, sustain;
     bool no_look_ahead, no_check, write_sums, reader;
     const char *sums, *pins, *routing, *replay, *write_pins;
     float disk; /* GB/s                                                       */
@@ -167,5 +171,6 @@ void json_put_count(json_object *o, const char *key, uint64_t n);
 int cmd_chat(const cli_args *a);
 int cmd_slice(const cli_args *a);
 int cmd_stage(const cli_args *a);
+int bench_hop(const cli_args *a); /* k3 bench --hop */
 
 #endif

@@ -1114,7 +1114,7 @@ int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err) {
     const uint32_t *ids = k3_session_ids(s, &n);
     const k3_shape *sh = k3_engine_shape(c->e);
     bool is_kept = false;
-    if (n == 0 && !k3_state_is_broken(s)) return 0;
+    if ((n == 0 || k3_state_is_doubtful(s)) && !k3_state_is_broken(s)) return 0;
     int rc = session_check(s, err);
     if (rc == 0) rc = key_of(&c->own, ids, n, key, err);
     if (rc < 0) return rc;

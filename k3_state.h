@@ -21,6 +21,9 @@ void k3_state_layer(const k3_session *s, uint32_t il, uint64_t n_pos, k3_state_a
 
 k3_engine *k3_state_engine(const k3_session *s);
 bool k3_state_is_broken(const k3_session *s);
+
+/* Far boxes were believed that may yet be found to lie: not to be kept for others. */
+bool k3_state_is_doubtful(const k3_session *s);
 uint32_t *k3_state_ids(k3_session *s); /* u32[context] */
 
 /* The arrays and ids were filled for n_pos positions: go on from there. */

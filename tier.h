@@ -31,7 +31,7 @@
 #define TIER_MAX_EXPERTS 4096 /* of one layer                                       */
 #define TIER_MAX_LATENT 65536
 #define TIER_MAX_TOP_K 32
-#define TIER_MAX_ROWS 512           /* of one request; a longer chunk is computed at home */
+#define TIER_MAX_ROWS 512           /* of one request; no chunk is longer where there are boxes */
 #define TIER_MAX_FRAME (320u << 20) /* the longest payload of any model            */
 #define TIER_MAX_EARLY 256u         /* the longest before the welcome                     */
 #define TIER_MAX_TEXT 256u          /* reasons                                            */
@@ -55,11 +55,14 @@ typedef struct {
  *   - a thread per box dials, says hello and takes in what the box holds; then the socket belongs
  *     to the thread that computes, until the box fails: no lock is held and no thread is woken on
  *     the way of a request;
- *   - an expert is asked of one box at most;
+ *   - an expert is asked of one box at most; with `is_hedging`, a question that is not answered
+ *     within twice the box's usual time, or half of the wait, goes as it is to a second box that
+ *     has nothing to do and holds all of it: the first answer counts, the other is dropped;
  *   - answers are believed only when frame, hash, id, layer, counts and the range of every sum are
  *     right; one wrong answer closes the connection;
- *   - after a few misses in a row the box is left alone for a while that doubles each time, and
- *     tried again from the background.
+ *   - after a miss the box is asked for one expert at a time until it answers again; after a few
+ *     it is left alone, for 40 times what the last one cost and for a while that doubles each
+ *     time, and tried again from the background.
  *
  * All calls but open and close are made by one thread at a time. */
 typedef struct tier tier;
@@ -76,15 +79,19 @@ typedef struct {
     const char *key_file;     /* shared key; NULL: none                                */
     uint32_t spin_us;         /* a wait spins so long before it sleeps                 */
     uint32_t max_rows;        /* most rows of a request, at most TIER_MAX_ROWS         */
+    bool is_hedging;          /* a box that is late: ask a second one as well          */
     tier_trust trust;         /* copied                                                */
 } tier_options;
 
 typedef struct {
     uint64_t asked, served;        /* experts                                               */
-    uint64_t late;                 /* answers that came after their deadline, or never      */
+    uint64_t late;   /* answers after their deadline, after a second box's, or never */
+    uint64_t hedged; /* questions that a second box was asked as well         */
     uint64_t lost;                 /* connections that ended                                */
     uint64_t refused;              /* answers that were not believed                        */
     uint64_t queue_ns, compute_ns; /* of the last answer, as its box says */
+    uint64_t pack_ns, send_ns;     /* of the last layer: its frames written and sealed; sent */
+    uint64_t join_ns;              /* of the last answer: checked, and added to Q           */
     uint32_t n_up;                 /* boxes that can be asked now                           */
 } tier_stats;
 
@@ -107,7 +114,8 @@ void tier_begin(tier *t);
 /* Does a box that is up hold this expert? */
 bool tier_has(const tier *t, uint32_t il, uint32_t ie);
 
-/* Put an expert on the list of a box that holds it; false when none can be asked.
+/* Put an expert on the list of a box that holds it; false when none can be asked. A box that takes
+ * fewer rows is asked for experts whose rows are all below; no box here takes fewer.
  * Shapes  row: u32[n], ascending, below max_rows   w: f32[n] */
 bool tier_ask(tier *t, uint32_t il, uint32_t ie, uint32_t n, const uint32_t *row, const float *w);
 
@@ -125,7 +133,16 @@ void tier_send(tier *t, const float *z, uint64_t deadline_ns);
 typedef void (*tier_settled_fn)(void *user, uint32_t ie, bool is_served);
 uint32_t tier_join(tier *t, bool waits, int64_t *Q, tier_settled_fn fn, void *user);
 
-/* The boxes that were asked in this layer gave wrong sums: they are never asked again. */
+/* For measuring, instead of tier_ask and tier_send: a question for no experts to each box. After it
+ * tier_join as usual. */
+void tier_ping(tier *t, uint64_t deadline_ns);
+
+/* The first box's own figures (enum tier_stat, below). Between layers only; false: it is not up, or
+ * says nothing until the deadline.
+ * Shapes  out: u64[TIER_N_STATS] */
+bool tier_figures(tier *t, uint64_t *out, uint64_t deadline_ns);
+
+/* The boxes whose sums are in this layer gave wrong ones: they are never asked again. */
 void tier_ban(tier *t);
 
 /* One line about a box that came or went, or false. */

@@ -21,10 +21,11 @@
 /* ==== 1. Boxes ======================================================================= */
 
 enum {
-    MISSES = 3,            /* in a row, and a box is left alone      */
-    DIAL_MS = 3000,        /* name, connection, proxy and TLS        */
-    FIRST_PAUSE_MS = 50,   /* until the next try; doubled each time  */
-    LAST_DIAL_MS = 2000,   /* longest pause when nobody is there     */
+    MISSES = 3,          /* in a row, and a box is left alone; an answer makes up for half a miss */
+    REST = 40,           /* times as long as the last miss took, at least: what it costs is 1/40 */
+    DIAL_MS = 3000,      /* name, connection, proxy and TLS        */
+    FIRST_PAUSE_MS = 50, /* until the next try; doubled each time  */
+    LAST_DIAL_MS = 2000, /* longest pause when nobody is there     */
     LAST_PAUSE_MS = 30000, /* longest pause when a box misbehaves    */
     MAX_PATH = 1024        /* bytes of a certificate's file name     */
 };
@@ -37,7 +38,7 @@ typedef struct {
     uint32_t ie, n, first; /* pairs [first, first + n) of the list */
 } asked;
 
-typedef struct {
+typedef struct box {
     tier *t;
     char name[280];
     tier_addr addr;
@@ -56,14 +57,21 @@ typedef struct {
     tier_link link;
     uint32_t max_rows, n_held, capacity, n_readable;
     uint8_t *held; /* [n_layers - n_dense][map bytes]      */
-    uint32_t misses, troubles, dials;
+    uint32_t misses, troubles, dials; /* misses: in halves */
     bool has_served; /* since the connection began           */
+    bool is_doubted; /* its last answer did not come in time: one expert at a time   */
 
     uint8_t *out, *in; /* a frame to send; what has come       */
     size_t n_out, i_out, n_in, in_cap;
-    bool is_out; /* a request of this layer is unanswered */
+    bool is_out;   /* a request of this layer is unanswered */
+    bool has_part; /* its sums are in this layer's          */
     uint64_t id; /* of the last request                  */
     uint32_t il; /* its layer                            */
+    uint64_t sent_ns, hedge_ns; /* when it was sent; when it goes to a second box as well */
+    double usual_ns;            /* running: from sent to answered, for each pair; 0: not known */
+    struct box *twin;           /* the other box with the same question out; NULL: none        */
+    bool is_second;             /* of the two, the one that was asked later                    */
+    uint64_t *figures;          /* where a stats frame goes that was asked for; NULL: none was */
     asked *list;
     uint32_t n_list, n_pairs, n_rows;
     uint32_t *row, *place; /* [pairs] rows of the chunk; [max_rows] their places in the frame */
@@ -79,6 +87,8 @@ struct tier {
     tier_trust trust;
     char path[3][MAX_PATH]; /* what trust points to */
     uint32_t spin_us, max_rows, n_boxes;
+    bool is_hedging;
+    const float *z; /* of the layer, from tier_send on */
     uint64_t next_id, deadline_ns, wished_ns;
     tier_stats stats;
     box boxes[TIER_MAX_BOXES];
@@ -106,19 +116,25 @@ static uint64_t pause_ns(uint32_t n, uint64_t last_ms) {
     return (ms < last_ms ? ms : last_ms) * 1000000u;
 }
 
-/* The computing thread gives a box up: close, and let the background try again later. */
-static void box_drop(box *b, const char *why) {
+/* The computing thread gives a box up: close, and let the background try again, not before
+ * `rest_ns` are over. */
+static void box_drop_for(box *b, const char *why, uint64_t rest_ns) {
+    uint64_t pause;
     b->link.by->close(&b->link);
     b->is_mine = false;
     b->troubles++;
     b->t->stats.lost++;
+    if (rest_ns > LAST_PAUSE_MS * 1000000ull) rest_ns = LAST_PAUSE_MS * 1000000ull;
+    pause = pause_ns(b->troubles, LAST_PAUSE_MS);
     pthread_mutex_lock(&b->lock);
     b->is_up = false;
-    b->retry_ns = clock_ns() + pause_ns(b->troubles, LAST_PAUSE_MS);
+    b->retry_ns = clock_ns() + (pause > rest_ns ? pause : rest_ns);
     box_say(b, "%s; going on without it", why);
     pthread_cond_broadcast(&b->changed);
     pthread_mutex_unlock(&b->lock);
 }
+
+static void box_drop(box *b, const char *why) { box_drop_for(b, why, 0); }
 
 /* ==== 2. Frames in and out =========================================================== */
 
@@ -196,14 +212,35 @@ static const char *box_take_resident(box *b, const uint8_t *p, size_t n) {
 
 /* ==== 3. One layer =================================================================== */
 
-/* Tell the fate of everything that was asked of a box. `served` NULL: nothing. */
+/* Tell the fate of everything that was asked of a box. `served` NULL: nothing.
+ *
+ * Exactly once, also when a second box was asked the same question: the first answer that serves
+ * anything ends the question for both, since what is not out is not listened to (box_digest); a box
+ * that fails leaves the question to the other; only the last of the two says that all is missing. */
 static void box_settle(box *b, const uint8_t *served, tier_settled_fn fn, void *user) {
+    box *twin = b->twin;
     b->is_out = false;
+    b->twin = NULL;
+    if (twin) {
+        twin->twin = NULL;
+        if (!served && twin->is_out) return;
+        twin->is_out = false;
+    }
     for (uint32_t x = 0; x < b->n_list; x++) {
         bool is_served = served && (served[x / 8] >> x % 8 & 1);
         b->t->stats.served += is_served;
         if (fn) fn(user, b->list[x].ie, is_served);
     }
+}
+
+/* An answer did not come in time. */
+static void box_miss(box *b) {
+    uint64_t took = clock_ns() - b->sent_ns;
+    b->t->stats.late++;
+    b->is_doubted = true;
+    b->misses += 2;
+    if (b->misses >= (b->troubles > 0 && !b->has_served ? 2 : 2 * MISSES))
+        box_drop_for(b, "does not answer in time", took < UINT64_MAX / REST ? REST * took : 0);
 }
 
 /* Every sum is at most 2^57 for each served pair of its row: then adding all boxes' sums and the
@@ -219,6 +256,17 @@ static const char *reply_range(const box *b, const tier_reply *r) {
         if (n_bad) return "a sum out of range";
     }
     return NULL;
+}
+
+/* A box did well: what is known of it. */
+static void box_answered(box *b, uint32_t n_served) {
+    double ns = (double)(clock_ns() - b->sent_ns) / (b->n_pairs ? b->n_pairs : 1);
+    b->misses -= b->misses > 0;
+    b->is_doubted = false;
+    if (n_served == 0) return;
+    b->usual_ns = b->usual_ns > 0 ? 0.8 * b->usual_ns + 0.2 * ns : ns;
+    b->troubles = 0;
+    b->has_served = true;
 }
 
 /* NULL and the sums added to Q, or why the answer is not believed. */
@@ -244,14 +292,13 @@ static const char *box_take_reply(box *b, const uint8_t *p, size_t n, int64_t *Q
         const uint8_t *from = r.sums + b->place[t] * lat * 8;
         for (size_t k = 0; k < lat; k++) Q[t * lat + k] += (int64_t)tier_get64(from + 8 * k);
     }
-    b->misses = 0;
     b->t->stats.queue_ns = r.queue_ns;
     b->t->stats.compute_ns = r.compute_ns;
-    if (n_served > 0) {
-        b->troubles = 0;
-        b->has_served = true;
-    }
-    box_settle(b, r.served, fn, user);
+    b->has_part = b->has_part || n_served > 0;
+    box_answered(b, n_served);
+    box *slow = b->is_second ? b->twin : NULL;
+    box_settle(b, n_served ? r.served : NULL, fn, user);
+    if (slow && n_served) box_miss(slow);
     return NULL;
 }
 
@@ -259,15 +306,18 @@ static const char *box_take_reply(box *b, const uint8_t *p, size_t n, int64_t *Q
 static const char *box_digest(box *b, int64_t *Q, tier_settled_fn fn, void *user) {
     tier_head h;
     const char *why = NULL;
-    int rc;
-    while ((rc = box_frame(b, 0, &h, &why)) > 0) {
+    for (uint64_t start = clock_ns(); box_frame(b, 0, &h, &why) > 0; start = clock_ns()) {
         const uint8_t *p = b->in + TIER_HEAD_BYTES;
         if (h.type == TIER_RESIDENT) {
             why = box_take_resident(b, p, h.n);
+        } else if (h.type == TIER_STATS && b->figures && h.n == TIER_N_STATS * 8) {
+            for (int i = 0; i < TIER_N_STATS; i++) b->figures[i] = tier_get64(p + 8 * i);
+            b->figures = NULL;
         } else if (h.type == TIER_REPLY) {
-            if (b->is_out && h.id == b->id)
+            if (b->is_out && h.id == b->id) {
                 why = box_take_reply(b, p, h.n, Q, fn, user);
-            else if (h.id > b->id)
+                b->t->stats.join_ns = clock_ns() - start;
+            } else if (h.id > b->id) /* an older one came too late, or a second time */
                 why = "an answer that nobody asked for";
         } else if (h.type == TIER_GOODBYE) {
             why = "said goodbye";
@@ -296,14 +346,6 @@ static void box_pump(box *b, int64_t *Q, tier_settled_fn fn, void *user) {
     box_drop(b, why);
 }
 
-/* An answer did not come in time. */
-static void box_miss(box *b) {
-    b->t->stats.late++;
-    b->misses++;
-    if (b->misses >= (b->troubles > 0 && !b->has_served ? 1 : MISSES))
-        box_drop(b, "does not answer in time");
-}
-
 static void box_send_wishes(box *b) {
     uint8_t *p = b->out + TIER_HEAD_BYTES;
     for (uint32_t i = 0; i < b->n_wishes; i++) {
@@ -322,10 +364,12 @@ void tier_begin(tier *t) {
         box *b = &t->boxes[i];
         if (!b->is_mine) {
             pthread_mutex_lock(&b->lock);
-            b->is_mine = b->is_up;
+            b->is_mine = b->is_up && !b->is_banned;
             pthread_mutex_unlock(&b->lock);
         }
+        b->has_part = false;
         b->is_out = false; /* still out when the step before ended with an error */
+        b->twin = NULL;
         b->n_list = b->n_pairs = 0;
         if (b->is_mine) box_pump(b, NULL, NULL, NULL);
         if (b->is_mine && b->n_out > 0) box_miss(b); /* it does not even read */
@@ -352,8 +396,9 @@ bool tier_ask(tier *t, uint32_t il, uint32_t ie, uint32_t n, const uint32_t *row
     box *b = NULL;
     for (uint32_t i = 0; i < t->n_boxes; i++) { /* the one with the least to do */
         box *c = &t->boxes[i];
-        if (box_has(c, il, ie) && row[n - 1] < c->max_rows && (!b || c->n_pairs < b->n_pairs))
-            b = c;
+        if (!box_has(c, il, ie) || row[n - 1] >= c->max_rows) continue;
+        if (c->is_doubted && c->n_list > 0) continue;
+        if (!b || c->n_pairs < b->n_pairs) b = c;
     }
     if (!b || b->n_pairs + n > t->max_rows * t->m.top_k) return false;
     if (b->n_list == 0) {
@@ -418,22 +463,84 @@ static void sleep_on(struct pollfd *fds, nfds_t n, uint64_t ns) {
     ppoll(fds, n, &ts, NULL);
 }
 
+/* Send the question that a box's list stands for. Of a box that is gone tier_join takes notice. */
+static void box_ask(box *b, uint64_t now) {
+    tier *t = b->t;
+    uint64_t wait = t->deadline_ns > now ? t->deadline_ns - now : 0;
+    double usual = 2 * b->usual_ns * b->n_pairs;
+    b->is_out = true;
+    b->is_second = false;
+    b->id = t->next_id++;
+    b->sent_ns = now;
+    b->hedge_ns = now + (usual > 0 && usual < (double)wait / 2 ? (uint64_t)usual : wait / 2);
+    if (!b->is_mine) return;
+    size_t n =
+        box_write_request(b, t->z, wait / 1000 < UINT32_MAX ? (uint32_t)(wait / 1000) : UINT32_MAX);
+    b->n_out = tier_seal(b->out, TIER_REQUEST, b->id, (uint32_t)n);
+    b->i_out = 0;
+    uint64_t packed = clock_ns();
+    bool is_ok = box_flush(b);
+    while (is_ok && b->n_out > 0 && clock_ns() - now < wait / 8) { /* a long frame */
+        sleep_on(&(struct pollfd){.fd = b->link.fd, .events = POLLOUT}, 1, wait / 32);
+        is_ok = box_flush(b);
+    }
+    t->stats.pack_ns += packed - now;
+    t->stats.send_ns += clock_ns() - packed;
+    if (!is_ok) box_drop(b, "the connection broke");
+}
+
 void tier_send(tier *t, const float *z, uint64_t deadline_ns) {
-    uint64_t now = clock_ns(), wait = deadline_ns > now ? deadline_ns - now : 0;
-    uint32_t wait_us = wait / 1000 < UINT32_MAX ? (uint32_t)(wait / 1000) : UINT32_MAX;
+    t->z = z;
     t->deadline_ns = deadline_ns;
+    t->stats.pack_ns = t->stats.send_ns = 0;
+    for (uint32_t i = 0; i < t->n_boxes; i++)
+        if (t->boxes[i].n_list > 0) box_ask(&t->boxes[i], clock_ns());
+}
+
+void tier_ping(tier *t, uint64_t deadline_ns) {
+    t->deadline_ns = deadline_ns;
+    t->stats.pack_ns = t->stats.send_ns = 0;
     for (uint32_t i = 0; i < t->n_boxes; i++) {
         box *b = &t->boxes[i];
-        if (b->n_list == 0) continue;
-        b->is_out = true;
-        b->id = t->next_id++;
-        bool is_ok =
-            b->is_mine && box_begin_frame(b, TIER_REQUEST, b->id, box_write_request(b, z, wait_us));
-        while (is_ok && b->n_out > 0 && clock_ns() - now < wait / 8) { /* a long frame */
-            sleep_on(&(struct pollfd){.fd = b->link.fd, .events = POLLOUT}, 1, wait / 32);
-            is_ok = box_flush(b);
-        }
-        if (b->is_mine && !is_ok) box_drop(b, "the connection broke");
+        if (!b->is_mine || b->n_out > 0) continue;
+        memset(b->place, 0xff, t->max_rows * sizeof *b->place);
+        b->n_list = b->n_pairs = 0;
+        b->il = t->m.n_dense;
+        box_ask(b, clock_ns());
+    }
+}
+
+/* Can this box be asked b's question? It must have nothing to do and hold all of it. */
+static bool box_can_second(const box *c, const box *b) {
+    if (c == b || !c->is_mine || c->is_out || c->is_doubted) return false;
+    if (c->max_rows < b->max_rows) return false;
+    for (uint32_t x = 0; x < b->n_list; x++)
+        if (!box_has(c, b->il, b->list[x].ie)) return false;
+    return true;
+}
+
+/* Box b is later than usual: its question goes, as it is and once, to a second box. A sum cannot be
+ * taken apart, so it is the whole question or nothing. */
+static void box_hedge(box *b, uint64_t now) {
+    tier *t = b->t;
+    b->hedge_ns = UINT64_MAX;
+    for (uint32_t i = 0; i < t->n_boxes && b->n_list > 0; i++) {
+        box *c = &t->boxes[i];
+        if (!box_can_second(c, b)) continue;
+        memcpy(c->list, b->list, b->n_list * sizeof *b->list);
+        memcpy(c->row, b->row, b->n_pairs * sizeof *b->row);
+        memcpy(c->w, b->w, b->n_pairs * sizeof *b->w);
+        memcpy(c->place, b->place, t->max_rows * sizeof *b->place);
+        c->n_list = b->n_list;
+        c->n_pairs = b->n_pairs;
+        c->il = b->il;
+        c->twin = b;
+        b->twin = c;
+        t->stats.hedged++;
+        box_ask(c, now);
+        c->is_second = true;
+        c->hedge_ns = UINT64_MAX;
+        return;
     }
 }
 
@@ -459,17 +566,23 @@ uint32_t tier_join(tier *t, bool waits, int64_t *Q, tier_settled_fn fn, void *us
     struct pollfd fds[TIER_MAX_BOXES];
     for (uint64_t spin_end = 0;;) {
         uint32_t n_out = 0, n_fds = 0;
+        uint64_t now = clock_ns(), next = t->deadline_ns;
         for (uint32_t i = 0; i < t->n_boxes; i++) {
             box *b = &t->boxes[i];
             if (b->is_out && b->is_mine) box_pump(b, Q, fn, user);
             if (b->is_out && !b->is_mine) box_settle(b, NULL, fn, user);
+            if (b->is_out && t->is_hedging && now >= b->hedge_ns) box_hedge(b, now);
+        }
+        for (uint32_t i = 0; i < t->n_boxes; i++) {
+            box *b = &t->boxes[i];
             if (!b->is_out) continue;
-            n_out += b->n_list;
+            if (!b->twin || b->is_second) n_out += b->n_list;
+            if (t->is_hedging && b->hedge_ns < next) next = b->hedge_ns;
             fds[n_fds++] = (struct pollfd){
                 .fd = b->link.fd, .events = (short)(POLLIN | (b->n_out > 0 ? POLLOUT : 0))};
         }
-        if (n_out == 0) return 0;
-        uint64_t now = clock_ns();
+        if (n_fds == 0) return 0;
+        now = clock_ns();
         if (now >= t->deadline_ns) {
             join_late(t, fn, user);
             return 0;
@@ -478,20 +591,35 @@ uint32_t tier_join(tier *t, bool waits, int64_t *Q, tier_settled_fn fn, void *us
         if (spin_end == 0) spin_end = now + t->spin_us * 1000u;
         if (now < spin_end)
             spin_once();
-        else
-            sleep_on(fds, n_fds, t->deadline_ns - now);
+        else if (next > now)
+            sleep_on(fds, n_fds, next - now);
     }
+}
+
+bool tier_figures(tier *t, uint64_t *out, uint64_t deadline_ns) {
+    box *b = &t->boxes[0];
+    if (!b->is_mine || b->n_out > 0) return false;
+    b->figures = out;
+    if (!box_begin_frame(b, TIER_STATS, 0, 0)) box_drop(b, "the connection broke");
+    while (b->is_mine && b->figures && clock_ns() < deadline_ns) {
+        box_pump(b, NULL, NULL, NULL);
+        if (b->is_mine && b->figures)
+            sleep_on(&(struct pollfd){.fd = b->link.fd, .events = POLLIN}, 1, 1000000);
+    }
+    bool has = b->figures == NULL;
+    b->figures = NULL;
+    return has;
 }
 
 void tier_ban(tier *t) {
     for (uint32_t i = 0; i < t->n_boxes; i++) {
         box *b = &t->boxes[i];
-        if (b->n_list == 0 || !b->is_mine) continue;
+        if (!b->has_part) continue;
         t->stats.refused++;
         pthread_mutex_lock(&b->lock);
         b->is_banned = true;
         pthread_mutex_unlock(&b->lock);
-        box_drop(b, "its sums are wrong: never asked again");
+        if (b->is_mine) box_drop(b, "its sums are wrong: never asked again");
     }
 }
 
@@ -591,6 +719,7 @@ static bool box_try(box *b) {
     b->dials = is_up ? 0 : b->dials + 1;
     b->misses = 0;
     b->has_served = false;
+    b->is_doubted = b->troubles > 0;
     pthread_mutex_lock(&b->lock);
     b->is_up = is_up;
     b->has_tried = true;
@@ -708,6 +837,7 @@ int tier_open(tier **out, const tier_model *m, const tier_options *o, void *bloc
     *out = NULL;
     t->m = *m;
     t->spin_us = o->spin_us;
+    t->is_hedging = o->is_hedging;
     t->max_rows = o->max_rows;
     t->next_id = 1;
     const char *fault = o->key_file ? tier_key_read(o->key_file, &t->key) : NULL;

@@ -3,7 +3,7 @@
 #
 #   scripts/deps.sh build [test] [ci]
 #
-# build: compiler, make, libraries            test: numpy for the reference, zstd, openssl
+# build: compiler, make, libraries            test: numpy for the reference, zstd, openssl, a bad network
 # ci:    clang, cross compiler and emulator for AArch64
 #
 # Nothing is asked of the network when nothing is missing. On another system the list of
@@ -15,7 +15,7 @@ for set in "${@:-build}"; do
     case $set in
     build) want="$want gcc make libc6-dev libpcre2-dev libjson-c-dev liburing-dev
            libxxhash-dev libedit-dev libzstd-dev libssl-dev libcurl4-openssl-dev" ;;
-    test) want="$want python3 python3-numpy zstd openssl" ;;
+    test) want="$want python3 python3-numpy zstd openssl iproute2 nftables" ;;
     ci) want="$want clang libomp-dev libclang-rt-14-dev gcc-aarch64-linux-gnu qemu-user
               libc6-dev-arm64-cross libpcre2-dev:arm64 libjson-c-dev:arm64 liburing-dev:arm64
               libzstd-dev:arm64 libssl-dev:arm64" ;;

@@ -49,7 +49,6 @@ typedef struct {
     uint8_t *bytes;
     uint64_t one; /* bytes of an expert */
     expert_math math;
-    float *zp, *hp, *local;
 } model;
 
 static uint64_t part(const model *m, int k) {
@@ -81,23 +80,15 @@ static void fill_expert(model *m, uint32_t e, int spread) {
 }
 
 static void model_make(model *m, const char *kernels, uint32_t latent, uint32_t inter, uint32_t n,
-                       int spread, uint32_t max_rows) {
+                       int spread) {
     *m = (model){.latent = latent, .inter = inter, .n = n};
     for (int k = 0; k < N_EXPERT_TENSORS; k++) m->one += part(m, k);
     m->bytes = malloc(n * m->one);
     m->math = (expert_math){k3_kernels_find(kernels), latent, inter, 4.0f, 25.0f};
-    m->zp = aligned_alloc(64, max_rows * (uint64_t)latent * 4);
-    m->hp = aligned_alloc(64, max_rows * (uint64_t)inter * 4);
-    m->local = aligned_alloc(64, 2ull * max_rows * ROW_TILE * 4);
     for (uint32_t e = 0; e < n; e++) fill_expert(m, e, spread);
 }
 
-static void model_free(model *m) {
-    free(m->bytes);
-    free(m->zp);
-    free(m->hp);
-    free(m->local);
-}
+static void model_free(model *m) { free(m->bytes); }
 
 /* ---- A request and its sums ---- */
 
@@ -161,28 +152,39 @@ static void request_fill(request *r, const model *m, uint32_t n_rows, uint32_t n
 
 static void request_expect(request *r, model *m) {
     size_t lat = m->latent, inter = m->inter;
-    int64_t *term = malloc(lat * 8);
     memset(r->want, 0, r->n_rows * lat * 8);
-    for (uint32_t x = 0; x < r->n_items; x++) {
-        const gpu_item *it = &r->items[x];
-        expert_view v = expert_of(m, it->slot);
-        r->want_bad[x] = 0;
-        for (uint32_t j = 0; j < it->n; j++) {
-            m->math.k->pack(m->zp, 1, 0, r->z + r->row[it->first + j] * lat, lat);
-            for (size_t row = 0; row < inter; row += ROW_TILE)
-                expert_inner_rows(&m->math, &v, row, tile_rows(row, inter), m->zp, 1, m->hp,
-                                  m->local);
-            memset(term, 0, lat * 8);
-            for (size_t row = 0; row < lat; row += ROW_TILE) {
-                size_t n = tile_rows(row, lat);
-                expert_outer_rows(&m->math, &v, row, n, m->hp, 1, m->local);
-                if (m->math.k->add_q40(term + row, m->local, r->w[it->first + j], n) != n)
-                    r->want_bad[x] = 1;
+#pragma omp parallel
+    {
+        float *zp = aligned_alloc(64, lat * 4), *hp = aligned_alloc(64, inter * 4),
+              *local = aligned_alloc(64, 2ull * ROW_TILE * 4);
+        int64_t *term = malloc(lat * 8);
+        fp_default();
+#pragma omp for schedule(dynamic)
+        for (uint32_t x = 0; x < r->n_items; x++) {
+            const gpu_item *it = &r->items[x];
+            expert_view v = expert_of(m, it->slot);
+            r->want_bad[x] = 0;
+            for (uint32_t j = 0; j < it->n; j++) {
+                size_t to = r->row[it->first + j] * lat;
+                m->math.k->pack(zp, 1, 0, r->z + to, lat);
+                for (size_t row = 0; row < inter; row += ROW_TILE)
+                    expert_inner_rows(&m->math, &v, row, tile_rows(row, inter), zp, 1, hp, local);
+                memset(term, 0, lat * 8);
+                for (size_t row = 0; row < lat; row += ROW_TILE) {
+                    size_t n = tile_rows(row, lat);
+                    expert_outer_rows(&m->math, &v, row, n, hp, 1, local);
+                    if (m->math.k->add_q40(term + row, local, r->w[it->first + j], n) != n)
+                        r->want_bad[x] = 1;
+                }
+#pragma omp critical
+                for (size_t i = 0; i < lat; i++) r->want[to + i] += term[i];
             }
-            for (size_t i = 0; i < lat; i++) r->want[r->row[it->first + j] * lat + i] += term[i];
         }
+        free(zp);
+        free(hp);
+        free(local);
+        free(term);
     }
-    free(term);
 }
 
 static bool request_run(gpu *g, request *r, uint32_t latent) {
@@ -247,7 +249,7 @@ static void test_small(bool is_quick) {
         model m;
         request r;
         uint32_t n_experts = i == 1 && !is_quick ? 896 : 48;
-        model_make(&m, "ref", width[i][0], width[i][1], n_experts, 1, 1);
+        model_make(&m, "ref", width[i][0], width[i][1], n_experts, 1);
         request_make(&r, m.latent, 64, n_experts, 64 * 32);
         gpu *g = open_for(&m, 64, 32);
         for (uint32_t rows = 1; rows <= 64; rows += is_quick || i > 1 ? 21 : 1) {
@@ -269,7 +271,7 @@ static void test_small(bool is_quick) {
 static void test_codes(void) {
     model m;
     request r;
-    model_make(&m, "ref", 512, 512, 1, 0, 1);
+    model_make(&m, "ref", 512, 512, 1, 0);
     request_make(&r, 512, 1, 1, 1);
     uint64_t q = part(&m, 0), s = part(&m, 1);
     for (int pass = 0; pass < 32; pass++) {
@@ -306,7 +308,7 @@ static void test_true(bool is_quick) {
     request r;
     const char *best = k3_kernels_find("avx512") && k3_kernels_avx512.is_supported() ? "avx512"
                        : k3_kernels_find("avx2") ? "avx2" : "ref";
-    model_make(&m, best, 3584, 3072, is_quick ? 4 : 40, 0, 1);
+    model_make(&m, best, 3584, 3072, is_quick ? 4 : 40, 0);
     request_make(&r, 3584, 64, 40, 64 * 16);
     gpu *g = open_for(&m, 64, 16);
     for (size_t i = 0; i < (is_quick ? 3 : sizeof rows / sizeof *rows); i++) {
@@ -336,7 +338,7 @@ static void test_million(void) {
     model m;
     request r;
     uint64_t rss = 0, vram = 0;
-    model_make(&m, "ref", 128, 128, 64, 0, 1);
+    model_make(&m, "ref", 128, 128, 64, 0);
     request_make(&r, 128, 8, 64, 8 * 16);
     gpu *g = open_for(&m, 8, 16);
     for (int i = 0; i < 1000000; i++) {

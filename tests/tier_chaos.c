@@ -8,6 +8,7 @@
  *
  *   delay      each reply waits 2 ms           stall     after 20 replies nothing more comes
  *   drop       a third of the replies          blackhole accepts, and that is all
+ *   mute       no reply ever, but all else
  *   truncate   replies end early, stream goes on
  *   corrupt    a flipped bit in a reply        upcorrupt a flipped bit in a request
  *   reorder    a reply and the next swapped    duplicate each reply twice
@@ -16,9 +17,10 @@
  *   layer      another layer                   range     sums beyond what terms allow
  *   announce   claims to hold everything       model     another fingerprint in the hello
  *   garbage    sums off by one, sealed: only an audit can see it
+ *   lie        sums that change the text, sealed
  *   pieces     a flipped bit in a piece of an expert, sealed: its sum must see it
  *   verdicts   on another expert than was offered
- *   random     any of those above but garbage, those two, blackhole and stall, frame by frame
+ *   random     any from delay to range but blackhole and stall, frame by frame
  *   pass       nothing
  */
 #define TIER_WIRE
@@ -94,13 +96,16 @@ static void spoil(uint8_t *f, size_t n, const char *how) {
     if (strcmp(how, "garbage") == 0 && tier_get16(p + 2) > 0)
         for (size_t at = n - 8 * 8; at < n; at += 8)
             tier_put64(f + at, tier_get64(f + at) + (1 << 20));
+    if (strcmp(how, "lie") == 0 && tier_get16(p + 2) > 0)
+        for (size_t at = n - 8 * 32; at < n; at += 8)
+            tier_put64(f + at, tier_get64(f + at) + (1ull << 44));
     seal_again(f);
 }
 
 static void pass_reply(int to, uint8_t *f, size_t n) {
     const char *how = is_mode("random") ? pick_mode() : mode;
     n_replies++;
-    if (is_mode("stall") && n_replies > 20) return;
+    if (is_mode("mute") || (is_mode("stall") && n_replies > 20)) return;
     if (strcmp(how, "delay") == 0) usleep(2000);
     if (strcmp(how, "drop") == 0 && dice(3) == 0) return;
     if (strcmp(how, "midframe") == 0 && (is_mode("random") || dice(10) == 0)) {
@@ -118,7 +123,7 @@ static void pass_reply(int to, uint8_t *f, size_t n) {
         n_kept = 0;
         return;
     }
-    bool is_rare = is_mode("random") || is_mode("garbage") || dice(4) == 0;
+    bool is_rare = is_mode("random") || is_mode("garbage") || is_mode("lie") || dice(4) == 0;
     if (is_rare) spoil(f, n, how);
     if (strcmp(how, "truncate") == 0 && is_rare) n -= 1 + dice((uint32_t)n - 1);
     write_all(to, f, n);
