@@ -3322,8 +3322,10 @@ static const cli_command COMMAND[] = {
      "k3 stage --to ADDR [options]",
      "Sends experts to a running k3-tier, which may have been started with nothing but --ram: the\n"
      "first who stages says which model it is of. Each expert is checked there before it counts.\n"
-     "What the box has is not sent twice, so after a broken connection just start it again.\n",
+     "What the box has is not sent twice, so after a broken connection just start it again.\n"
+     "Exit 3: the box has another model; 4: no room for one expert; 5: one came there damaged.\n",
      "  k3 stage --model /data/Kimi-K3 --to 10.0.0.7:7383 --psk-file key\n"
+     "  k3 stage --model /data/Kimi-K3 --to tls:box:7383 --tier-ca ca.pem --tier-cert me.pem\n"
      "  k3 stage --model /data/Kimi-K3 --to unix:/run/k3.sock --pins pins --size 20G\n"},
 };
 
@@ -3389,7 +3391,7 @@ static int help_all(void) {
          "variable changes the bits, except those that must: model, prompt, sampling, --lora-eps.\n"
          "\n"
          "Exit codes\n"
-         "  0  done                            3  the model directory is refused\n"
+         "  0  done                            3  the model is refused\n"
          "  1  a file, memory, a full context  4  the memory bound is too small\n"
          "  2  wrong usage                     5  a hash or check does not match\n"
          "  130  interrupted; what was said so far was printed");

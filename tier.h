@@ -256,10 +256,6 @@ enum tier_type {
 };
 
 enum tier_role { TIER_ASKS, TIER_LOOKS, TIER_STAGES, TIER_N_ROLES };
-/* How reasons to refuse begin that the other end acts on; all others are for people only. */
-#define TIER_WHY_MODEL "another model: "
-#define TIER_WHY_ROOM "too little memory: "
-#define TIER_WHY_SUM "damaged: "
 enum tier_verdict { TIER_HAS, TIER_WANTS, TIER_FULL, TIER_BUSY, TIER_N_VERDICTS };
 
 #define TIER_HEAD_BYTES 32u
@@ -274,6 +270,11 @@ enum tier_verdict { TIER_HAS, TIER_WANTS, TIER_FULL, TIER_BUSY, TIER_N_VERDICTS 
 #define TIER_PIECE_BYTES 8u /* and what it brings */
 #define TIER_COMMIT_BYTES 16u
 #define TIER_VERDICT_BYTES 8u
+
+/* How reasons to refuse begin that `k3 stage` acts on; all others are for people only. */
+#define TIER_WHY_MODEL "another model: "
+#define TIER_WHY_ROOM "too little memory: " /* for one expert */
+#define TIER_WHY_SUM "damaged: "            /* an expert      */
 
 /* The places of a stats frame. */
 enum tier_stat {

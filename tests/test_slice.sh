@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # test_slice.sh - experts for a box that has no checkpoint: slices of the demo, and staging.
 #
-#     K3=build/k3 K3_TIER=build/k3-tier CC=cc tests/test_slice.sh MODEL
+#     K3=build/k3 K3_TIER=build/k3-tier CHAOS=build/tier_chaos CC=cc tests/test_slice.sh MODEL
 #
 # What `k3 slice` writes is read by a Python program that knows the safetensors format and nothing
 # of this source, and by a C program of a few lines around the published xxhash.h. Every run with a
@@ -11,6 +11,7 @@ export LC_ALL=C
 export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
 K3=${K3:-build/k3}
 K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier}
+CHAOS=${CHAOS:-$(dirname "$K3")/tier_chaos}
 CC=${CC:-cc}
 MODEL=${1:-demo}
 T=$(mktemp -d "${TMPDIR:-/tmp}/k3-slice-XXXXXX") || exit 1
@@ -358,14 +359,14 @@ grep -q "refused: no experts yet" "$T/err" && pass || fail "an empty box" "no re
 expect "an empty box" "$(field logits_fnv)" "$want"
 ends "a size for no expert" 2 "too small for one expert" stage empty --size 100
 ends "stage a few" 0 ": 50 experts sent .*, 0 skipped, 0 left out; [0-9.]* GB/s" stage empty --pins "$T/pins" --size 489600
-expect "they are there" "$(stat_of empty experts_held)" 50
+expect "they are there" "$(stat_of empty experts_held) $(stat_of empty experts_staged_total)" "50 50"
 check "a few" 50 --tier "unix:$T/empty.sock"
 ends "stage all" 0 ": 206 experts sent .*, 50 skipped, 0 left out" stage empty
 check "all" 300 --tier "unix:$T/empty.sock"
 expect "all of them" "$(field far_served)" "$(field far_asked)"
 ends "stage once more" 0 ": 0 experts sent .*, 256 skipped" stage empty
 ends "stage another model" 3 "refused: another model: fingerprint" "$K3" stage -q --model "$T/m" --to "unix:$T/empty.sock"
-expect "nothing of it" "$(stat_of empty experts_held)" 256
+expect "nothing of it" "$(stat_of empty experts_held) $(stat_of empty experts_staged_total)" "256 256"
 [ -n "${K3_SAN:-}" ] || expect "within --ram" "$(($(stat_of empty resident_memory_bytes) < (1 << 30)))" 1
 stop $box
 
@@ -448,6 +449,28 @@ cp "$T/run" "$T/out"
 expect "text made meanwhile" "$(field logits_fnv)" "$long"
 [ "$(field far_served)" -gt 100 ] && pass || fail "text made meanwhile" "$(field far_served) served"
 stop $box
+
+# On the way an expert is changed, or what the box says of it: that connection ends, and the next
+# goes on.
+for mode in pieces verdicts; do
+    box far --ram 1G
+    "$CHAOS" "$T/chaos.sock" "$T/far.sock" $mode 6 &
+    chaos=$!
+    pids+=($chaos)
+    for _ in $(seq 100); do [ -S "$T/chaos.sock" ] && break; sleep 0.02; done
+    case $mode in
+    pieces) ends "a changed piece" 5 "refused: damaged: expert .* does not match its sum" stage chaos ;;
+    verdicts) ends "a changed verdict" 1 "a verdict on something else" stage chaos ;;
+    esac
+    stop $chaos
+    rm -f "$T/chaos.sock"
+    sleep 0.05
+    have=$(stat_of far experts_held)
+    expect "$mode: some came before" $((have >= 1 && have < 256)) 1
+    ends "after changed $mode" 0 ": $((256 - have)) experts sent .*, $have skipped, 0 left out" stage far
+    check "after changed $mode" 300 --tier "unix:$T/far.sock"
+    stop $box
+done
 
 # A box with room for ten; one with too little for one; one with a key; one with the model.
 box tight --ram 1M

@@ -18,7 +18,9 @@
  *   announce   claims to hold everything       model     another fingerprint in the hello
  *   garbage    sums off by one, sealed: only an audit can see it
  *   lie        sums that change the text, sealed
- *   random     any of those above but garbage, blackhole and stall, frame by frame
+ *   pieces     a flipped bit in a piece of an expert, sealed: its sum must see it
+ *   verdicts   on another expert than was offered
+ *   random     any from delay to range but blackhole and stall, frame by frame
  *   pass       nothing
  */
 #define TIER_WIRE
@@ -141,6 +143,15 @@ static void pass(int to, uint8_t *f, size_t n, bool is_down) {
     }
     if (!is_down && f[4] == TIER_HELLO && is_mode("model")) {
         f[TIER_HEAD_BYTES + 32] ^= 1;
+        seal_again(f);
+    }
+    if (!is_down && f[4] == TIER_PIECE && is_mode("pieces") && dice(10) == 0) {
+        f[TIER_HEAD_BYTES + 8 + dice((uint32_t)n - TIER_HEAD_BYTES - 8)] ^=
+            (uint8_t)(1u << dice(8));
+        seal_again(f);
+    }
+    if (is_down && f[4] == TIER_VERDICT && is_mode("verdicts") && dice(10) == 0) {
+        f[TIER_HEAD_BYTES + 2] ^= 1;
         seal_again(f);
     }
     if (!is_down && f[4] == TIER_REQUEST && is_mode("upcorrupt") && dice(5) == 0)
