@@ -159,6 +159,9 @@ proxy=$!
 pids+=($proxy)
 for _ in $(seq 100); do [ -S "$T/chaos.sock" ] && break; sleep 0.02; done
 check "garbage, each answer compared" 0 --tier "unix:$T/chaos.sock" --tier-audit 1/1
+# who lied goes, and who answered in the same layer stays
+check "garbage, and a good box in the same layers" 200 --tier "unix:$T/chaos.sock" --tier "unix:$T/third.sock" --tier-audit 1/1
+check "a good box, and garbage in the same layers" 200 --tier "unix:$T/even.sock" --tier "unix:$T/chaos.sock" --tier-audit 1/1 --chunk 4
 # each of 184 requests of this run is compared with a chance of 1/4: seen, but for one run in 10^23;
 # then all begins again without the box
 check "garbage, one answer in 4" 0 --tier "unix:$T/chaos.sock" --tier-audit 1/4
