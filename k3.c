@@ -3623,8 +3623,8 @@ typedef struct {
     uint32_t at;           /* its first pair in the batch being computed   */
     float weight;          /* sum of its router weights in the chunk       */
     bool is_computed, is_far; /* is_far: a box was asked                   */
-    bool is_audit;         /* answered, to be computed here to compare ... */
-    int box;               /* ... with what this box says                  */
+    bool is_audit;            /* answered, to be computed here to compare ... */
+    int box;                  /* ... with what this box says                  */
     slot *slot;            /* NULL: not asked for yet                      */
     expert_view view;
 } routed;
