@@ -2295,7 +2295,8 @@ struct k3_engine {
     uint64_t far_bytes;
     uint32_t far_rows;       /* longest chunk they are asked about */
     double disk_ns, pair_ns; /* running: one more expert from disk, one (position, expert) */
-    int64_t *far_sums; /* [far_rows][latent] answers that are computed here too; NULL: none */
+    int64_t *far_sums; /* [boxes][far_rows][latent] answers that are computed here too, or NULL */
+    uint32_t n_far_boxes;
     uint64_t far_seed;
     slot *far_fill; /* the last slot that was filled with what a box serves; NULL: none */
 };
@@ -3663,7 +3664,8 @@ typedef struct {
     uint32_t at;           /* its first pair in the batch being computed   */
     float weight;          /* sum of its router weights in the chunk       */
     bool is_computed, is_far; /* is_far: a box was asked                   */
-    bool is_audit;         /* answered, to be computed here to compare     */
+    bool is_audit;            /* answered, to be computed here to compare ... */
+    int box;                  /* ... with what this box says                  */
     slot *slot;            /* NULL: not asked for yet                      */
     expert_view view;
 } routed;
@@ -3708,6 +3710,8 @@ typedef struct {
     uint32_t n_queue, i_queue; /* ... of them queue[i_queue..n_queue) not asked for yet */
     uint32_t n_far, far_pairs; /* ... asked of far boxes and not settled; their pairs */
     uint32_t n_audit;     /* ... answered, and still to be computed here to compare */
+    int i_audit;          /* ... the box whose answer is being computed here; -1: none yet */
+    bool has_lied;        /* ... a box whose answer differed */
     bool is_unseen;       /* ... answered, and used as it was */
     bool is_audit;        /* ... answers are computed here too */
     bool is_timed;        /* ... what is not here is read from disk, since begun_ns */
@@ -4476,7 +4480,8 @@ static void far_begin(step *st) {
     const k3_options *o = &st->e->opt;
     char line[512];
     st->n_far = st->far_pairs = st->n_audit = 0;
-    st->is_audit = st->is_unseen = false;
+    st->is_audit = st->is_unseen = st->has_lied = false;
+    st->i_audit = -1;
     st->is_timed = st->e->far != NULL;
     if (!st->e->far) return;
     st->begun_ns = now_ns();
@@ -4498,6 +4503,11 @@ static bool far_ask(step *st, uint32_t il, routed *r) {
     return r->is_far;
 }
 
+/* What one box says, where it is computed here too. */
+static int64_t *far_sums(const k3_engine *e, uint32_t i_box) {
+    return e->far_sums + (size_t)i_box * e->far_rows * e->sh.latent;
+}
+
 /* z is there: all boxes are sent their parts. They may take as long as we would. */
 static void far_send(step *st) {
     k3_engine *e = st->e;
@@ -4506,7 +4516,8 @@ static void far_send(step *st) {
              least = e->opt.tier_wait_us * 1000ull;
     e->far_seed = e->far_seed * 6364136223846793005u + 1442695040888963407u;
     st->is_audit = e->far_sums && (e->far_seed >> 33) % e->opt.tier_audit == 0;
-    if (st->is_audit) memset(e->far_sums, 0, st->T * e->sh.latent * sizeof *e->far_sums);
+    for (uint32_t i = 0; st->is_audit && i < e->n_far_boxes; i++)
+        memset(far_sums(e, i), 0, st->T * e->sh.latent * sizeof *e->far_sums);
     e->stats.far_audits += st->is_audit;
     tier_send(e->far, st->b->moe.z, now_ns() + (here > least ? here : least));
 }
@@ -4541,7 +4552,7 @@ static void far_fill(step *st, uint32_t il) {
 }
 
 /* What a box was asked for is in Q, or must be read after all. */
-static void far_settled(void *user, uint32_t ie, bool is_served) {
+static void far_settled(void *user, uint32_t ie, int box) {
     step *st = user;
     uint32_t lo = 0, hi = st->n_routed - 1;
     while (lo < hi) { /* routed[] is sorted by id */
@@ -4553,28 +4564,50 @@ static void far_settled(void *user, uint32_t ie, bool is_served) {
     }
     routed *r = &st->b->routed[lo];
     r->is_far = false;
-    r->is_audit = is_served && st->is_audit;
-    r->is_computed = is_served && !st->is_audit;
+    r->box = box;
+    r->is_audit = box >= 0 && st->is_audit;
+    r->is_computed = box >= 0 && !st->is_audit;
     st->is_unseen = st->is_unseen || r->is_computed;
     st->n_audit += r->is_audit;
     st->n_far--;
-    if (!is_served) st->b->queue[st->n_queue++] = lo;
+    if (box < 0) st->b->queue[st->n_queue++] = lo;
 }
 
 /* Take what boxes have answered; with `waits`, until all is settled. Returns how many are done. */
 static uint32_t far_join(step *st, bool waits) {
     uint32_t n_far = st->n_far, n_rest = st->n_queue + st->n_audit;
-    int64_t *Q = st->is_audit ? st->e->far_sums : st->b->moe.Q;
-    if (n_far > 0) tier_join(st->e->far, waits, Q, far_settled, st);
+    const k3_engine *e = st->e;
+    int64_t *Q = st->is_audit ? e->far_sums : st->b->moe.Q;
+    size_t apart = st->is_audit ? (size_t)e->far_rows * e->sh.latent : 0;
+    if (n_far > 0) tier_join(e->far, waits, Q, apart, far_settled, st);
     return n_far - st->n_far - (st->n_queue + st->n_audit - n_rest);
 }
 
-/* All is in Q but what boxes answered: what it must become is known, now compute it here. */
+/* One box's experts are all in Q, computed here. Not what it should have become? Then it lied. */
+static void far_compare(step *st) {
+    const k3_engine *e = st->e;
+    size_t n = st->T * e->sh.latent * sizeof *e->far_sums;
+    if (st->i_audit < 0 || memcmp(far_sums(e, (uint32_t)st->i_audit), st->b->moe.Q, n) == 0) return;
+    tier_ban(e->far, (uint32_t)st->i_audit);
+    st->has_lied = true;
+}
+
+/* All is in Q but what boxes answered. Box after box: what Q must become with its sums is known, now
+ * compute its experts here. One at a time, so that it is known which of them lied. */
 static void far_audit(step *st) {
-    for (size_t i = 0; i < st->T * st->e->sh.latent; i++) st->e->far_sums[i] += st->b->moe.Q[i];
-    for (uint32_t x = 0; x < st->n_routed; x++)
-        if (st->b->routed[x].is_audit) st->b->queue[st->n_queue++] = x;
-    st->n_audit = 0;
+    const struct scratch *b = st->b;
+    far_compare(st);
+    st->i_audit = -1;
+    for (uint32_t x = 0; x < st->n_routed; x++) {
+        routed *r = &b->routed[x];
+        if (!r->is_audit || (st->i_audit >= 0 && r->box != st->i_audit)) continue;
+        st->i_audit = r->box;
+        b->queue[st->n_queue++] = x;
+        r->is_audit = false;
+        st->n_audit--;
+    }
+    int64_t *said = far_sums(st->e, (uint32_t)st->i_audit);
+    for (size_t i = 0; i < st->T * st->e->sh.latent; i++) said[i] += b->moe.Q[i];
 }
 
 /* Q is our own: right. Boxes that said otherwise are done with. When nobody compared what boxes
@@ -4582,13 +4615,9 @@ static void far_audit(step *st) {
  * rows that were handed out and the ids drawn from them: only beginning again, from before the first
  * such answer, makes it right. */
 static int far_judge(step *st, uint32_t il) {
-    k3_engine *e = st->e;
     st->s->n_unseen += st->is_unseen;
-    if (!st->is_audit ||
-        memcmp(e->far_sums, st->b->moe.Q, st->T * e->sh.latent * sizeof *e->far_sums) == 0)
-        return 0;
-    tier_ban(e->far);
-    if (st->s->n_unseen == 0) return 0;
+    far_compare(st);
+    if (!st->has_lied || st->s->n_unseen == 0) return 0;
     return fail(st->err, K3_EREDO,
                 "layer %u at position %llu: a far box gives wrong expert sums and is not asked "
                 "again; %llu layers before had answers that were not compared: begin again",
@@ -4608,6 +4637,10 @@ static void far_time_pairs(step *st, uint64_t start, uint32_t n_batch) {
     for (uint32_t x = 0; x < n_batch; x++) n += st->b->batch[x]->n;
     double ns = (double)(now_ns() - start) / n;
     st->e->pair_ns = st->e->pair_ns > 0 ? 0.8 * st->e->pair_ns + 0.2 * ns : ns;
+}
+
+static uint64_t far_sums_bytes(const k3_engine *e) {
+    return (uint64_t)e->n_far_boxes * e->far_rows * e->sh.latent * sizeof *e->far_sums;
 }
 
 static int far_open(k3_engine *e, k3_error *err) {
@@ -4634,8 +4667,8 @@ static int far_open(k3_engine *e, k3_error *err) {
     e->disk_ns = (double)sh->expert_bytes; /* 1 GB/s, until a layer says */
     e->far_seed = now_ns();                /* which answers are compared nobody can know */
     if (o->tier_audit == 0) return 0;
-    e->far_sums = ledger_take(&e->mem, e->far_rows * (uint64_t)sh->latent * sizeof *e->far_sums,
-                              "answers of far boxes", err);
+    while (o->tiers[e->n_far_boxes]) e->n_far_boxes++;
+    e->far_sums = ledger_take(&e->mem, far_sums_bytes(e), "answers of far boxes", err);
     return e->far_sums ? 0 : e->mem.why;
 }
 
@@ -4650,7 +4683,7 @@ static void far_ready(k3_engine *e) {
 static void far_close(k3_engine *e) {
     tier_close(e->far);
     ledger_give(&e->mem, e->far_block, e->far_bytes);
-    ledger_give(&e->mem, e->far_sums, e->far_rows * (uint64_t)e->sh.latent * sizeof *e->far_sums);
+    ledger_give(&e->mem, e->far_sums, far_sums_bytes(e));
 }
 
 /* ---- Here ---- */

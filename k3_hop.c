@@ -239,9 +239,9 @@ static int questions_make(hop *h, uint32_t n, uint32_t n_chain, uint32_t *ids) {
 
 /* ==== 3. One request, timed ========================================================== */
 
-static void hop_settled(void *user, uint32_t ie, bool is_served) {
+static void hop_settled(void *user, uint32_t ie, int box) {
     (void)ie;
-    *(uint32_t *)user += is_served;
+    *(uint32_t *)user += box >= 0;
 }
 
 /* Ask q with z, or nothing at all when q asks for no experts; add what it took to `s`. The sum is in
@@ -259,7 +259,7 @@ static bool hop_ask(hop *h, const question *q, const float *z, sample *s) {
         tier_send(h->far, z, start + WAIT_MS * 1000000ull);
     else
         tier_ping(h->far, start + WAIT_MS * 1000000ull);
-    tier_join(h->far, true, h->Q, hop_settled, &n_served);
+    tier_join(h->far, true, h->Q, 0, hop_settled, &n_served);
     double total = (double)(clock_ns() - start);
     tier_stats_get(h->far, &st);
     const double part[N_PARTS] = {[TOTAL] = total,

@@ -127,11 +127,12 @@ void tier_wish(tier *t, uint32_t il, uint32_t ie);
 void tier_send(tier *t, const float *z, uint64_t deadline_ns);
 
 /* Take what has come; with `waits`, wait for the rest until the deadline. Served experts' sums are
- * added to Q, and each expert that is settled, served or missing, is told to `fn`.
- * Shapes   Q: i64[rows][latent]
+ * added to Q, box i's from Q + i x apart on (0: all to the same), and each expert that is settled is
+ * told to `fn`: which box served it, or -1, missing. Boxes are counted as in tier_options.
+ * Shapes   Q: i64[rows][latent], or one for each box
  * Returns  how many experts are still out; 0 once the deadline is over */
-typedef void (*tier_settled_fn)(void *user, uint32_t ie, bool is_served);
-uint32_t tier_join(tier *t, bool waits, int64_t *Q, tier_settled_fn fn, void *user);
+typedef void (*tier_settled_fn)(void *user, uint32_t ie, int box);
+uint32_t tier_join(tier *t, bool waits, int64_t *Q, size_t apart, tier_settled_fn fn, void *user);
 
 /* For measuring, instead of tier_ask and tier_send: a question for no experts to each box. After it
  * tier_join as usual. */
@@ -142,8 +143,8 @@ void tier_ping(tier *t, uint64_t deadline_ns);
  * Shapes  out: u64[TIER_N_STATS] */
 bool tier_figures(tier *t, uint64_t *out, uint64_t deadline_ns);
 
-/* The boxes whose sums are in this layer gave wrong ones: they are never asked again. */
-void tier_ban(tier *t);
+/* Box i gave wrong sums: it is never asked again. */
+void tier_ban(tier *t, uint32_t i);
 
 /* One line about a box that came or went, or false. */
 bool tier_note(tier *t, char *line, size_t cap);

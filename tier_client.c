@@ -63,8 +63,7 @@ typedef struct box {
 
     uint8_t *out, *in; /* a frame to send; what has come       */
     size_t n_out, i_out, n_in, in_cap;
-    bool is_out;   /* a request of this layer is unanswered */
-    bool has_part; /* its sums are in this layer's          */
+    bool is_out; /* a request of this layer is unanswered */
     uint64_t id; /* of the last request                  */
     uint32_t il; /* its layer                            */
     uint64_t sent_ns, hedge_ns; /* when it was sent; when it goes to a second box as well */
@@ -229,7 +228,7 @@ static void box_settle(box *b, const uint8_t *served, tier_settled_fn fn, void *
     for (uint32_t x = 0; x < b->n_list; x++) {
         bool is_served = served && (served[x / 8] >> x % 8 & 1);
         b->t->stats.served += is_served;
-        if (fn) fn(user, b->list[x].ie, is_served);
+        if (fn) fn(user, b->list[x].ie, is_served ? (int)(b - b->t->boxes) : -1);
     }
 }
 
@@ -294,7 +293,6 @@ static const char *box_take_reply(box *b, const uint8_t *p, size_t n, int64_t *Q
     }
     b->t->stats.queue_ns = r.queue_ns;
     b->t->stats.compute_ns = r.compute_ns;
-    b->has_part = b->has_part || n_served > 0;
     box_answered(b, n_served);
     box *slow = b->is_second ? b->twin : NULL;
     box_settle(b, n_served ? r.served : NULL, fn, user);
@@ -367,7 +365,6 @@ void tier_begin(tier *t) {
             b->is_mine = b->is_up && !b->is_banned;
             pthread_mutex_unlock(&b->lock);
         }
-        b->has_part = false;
         b->is_out = false; /* still out when the step before ended with an error */
         b->twin = NULL;
         b->n_list = b->n_pairs = 0;
@@ -562,14 +559,14 @@ static inline void spin_once(void) {
 #endif
 }
 
-uint32_t tier_join(tier *t, bool waits, int64_t *Q, tier_settled_fn fn, void *user) {
+uint32_t tier_join(tier *t, bool waits, int64_t *Q, size_t apart, tier_settled_fn fn, void *user) {
     struct pollfd fds[TIER_MAX_BOXES];
     for (uint64_t spin_end = 0;;) {
         uint32_t n_out = 0, n_fds = 0;
         uint64_t now = clock_ns(), next = t->deadline_ns;
         for (uint32_t i = 0; i < t->n_boxes; i++) {
             box *b = &t->boxes[i];
-            if (b->is_out && b->is_mine) box_pump(b, Q, fn, user);
+            if (b->is_out && b->is_mine) box_pump(b, Q + i * apart, fn, user);
             if (b->is_out && !b->is_mine) box_settle(b, NULL, fn, user);
             if (b->is_out && t->is_hedging && now >= b->hedge_ns) box_hedge(b, now);
         }
@@ -611,16 +608,13 @@ bool tier_figures(tier *t, uint64_t *out, uint64_t deadline_ns) {
     return has;
 }
 
-void tier_ban(tier *t) {
-    for (uint32_t i = 0; i < t->n_boxes; i++) {
-        box *b = &t->boxes[i];
-        if (!b->has_part) continue;
-        t->stats.refused++;
-        pthread_mutex_lock(&b->lock);
-        b->is_banned = true;
-        pthread_mutex_unlock(&b->lock);
-        if (b->is_mine) box_drop(b, "its sums are wrong: never asked again");
-    }
+void tier_ban(tier *t, uint32_t i) {
+    box *b = &t->boxes[i];
+    t->stats.refused++;
+    pthread_mutex_lock(&b->lock);
+    b->is_banned = true;
+    pthread_mutex_unlock(&b->lock);
+    if (b->is_mine) box_drop(b, "its sums are wrong: never asked again");
 }
 
 /* ==== 4. The background ============================================================== */

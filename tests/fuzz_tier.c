@@ -127,9 +127,9 @@ static void attack_empty(size_t n) {
     memory_close(&empty);
 }
 
-static void on_settled(void *user, uint32_t ie, bool is_served) {
+static void on_settled(void *user, uint32_t ie, int by) {
     (void)ie;
-    (void)is_served;
+    (void)by;
     ++*(uint32_t *)user;
 }
 
@@ -167,10 +167,10 @@ static void attack_client(size_t n) {
         size_t put = push(fds[1], stream + at, n - at);
         at += put;
         if (put > 0) idle = 0;
-        tier_join(t, false, sums, on_settled, &n_settled);
+        tier_join(t, false, sums, 0, on_settled, &n_settled);
     }
     t->deadline_ns = 0;
-    must(tier_join(t, true, sums, on_settled, &n_settled) == 0 && n_settled == 2,
+    must(tier_join(t, true, sums, 0, on_settled, &n_settled) == 0 && n_settled == 2,
          "not all settled");
     for (size_t i = 0; i < ROWS * sv.m.latent; i++)
         must(sums[i] <= 2ll << 57 && sums[i] >= -(2ll << 57), "a sum out of range");

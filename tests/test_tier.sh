@@ -79,6 +79,63 @@ ram=$(sed -n 's/.*give at least \([0-9]*\) bytes.*/\1/p' "$T/err")
 [ -n "$ram" ] || { cat "$T/err"; exit 1; }
 ram=$((ram + 65536))
 
+# aside NAME FUNCTION: run it beside the rest, with files of its own; `together` takes in what it found
+asides=()
+aside() {
+    mkdir "$T/$1"
+    (
+        T=$T/$1 n_passed=0 n_failed=0 n_skipped=0 pids=()
+        trap '[ ${#pids[@]} = 0 ] || stop "${pids[@]}"' EXIT
+        "$2" >"$T/says" 2>&1
+        echo "$n_passed $n_failed" >"$T/counts"
+    ) &
+    pids+=($!)
+    asides+=($! "$1")
+}
+together() {
+    local pid name p f
+    for ((i = 0; i < ${#asides[@]}; i += 2)); do
+        pid=${asides[i]} name=${asides[i + 1]} p=0 f=1
+        wait "$pid"
+        read -r p f <"$T/$name/counts" || echo "FAIL $name: did not end"
+        cat "$T/$name/says"
+        n_passed=$((n_passed + p)) n_failed=$((n_failed + f))
+    done
+    asides=()
+}
+
+# The bench of a hop: right sums, no request in vain, a box that does not grow. Most of it is waiting
+# for boxes that are not there.
+hop() { # NAME EXIT PATTERN OPTION...
+    local name=$1 want_rc=$2 pattern=$3
+    shift 3
+    # a sanitizer keeps what was freed: there a box does grow
+    timeout -k 1 60 "$K3" bench --model "$MODEL" --requests 50 --sustain "$([ -n "${K3_SAN:-}" ] && echo 0 || echo 1)" "$@" >"$T/out" 2>"$T/err"
+    local rc=$?
+    if [ $rc = "$want_rc" ] && cat "$T/out" "$T/err" | grep -q -- "$pattern"; then pass; else fail "hop: $name" "exit $rc"; fi
+}
+hops() {
+    box hop
+    held hop 256
+    hop "a good box" 0 "0 requests without a whole answer, 0 wrong" --hop "unix:$T/hop.sock"
+    [ "$(grep -c "^unix:$T/hop.sock" "$T/out")" = 6 ] && pass || fail "hop: a good box" "not 6 rows"
+    [ -n "${K3_SAN:-}" ] || { grep -q ": 0.000 bytes a request; 0 timeouts" "$T/out" && pass || fail "hop: sustain" "$(grep sustain "$T/out")"; }
+    hop "nobody there" 1 "is k3-tier running there" --hop "unix:$T/none.sock"
+    hop "--tier as well" 2 "one of them" --hop "unix:$T/hop.sock" --tier "unix:$T/hop.sock"
+    "$CHAOS" "$T/chaos.sock" "$T/hop.sock" garbage &
+    proxy=$!
+    pids+=($proxy)
+    for _ in $(seq 100); do [ -S "$T/chaos.sock" ] && break; sleep 0.02; done
+    hop "garbage" 5 "a sum differs from ours" --hop "unix:$T/chaos.sock"
+    stop $proxy $box
+    box empty --no-fill
+    hop "an empty box" 1 "wait until it is warm" --hop "unix:$T/empty.sock"
+    stop $box
+    "$K3" bench --requests 5 >"$T/out" 2>"$T/err"
+    [ $? = 2 ] && pass || fail "hop: --requests alone" "was taken"
+}
+aside hop hops
+
 check "no box" 0
 check "dead box" 0 --tier "unix:$T/none.sock"
 check "dead box on TCP" 0 --tier 127.0.0.1:1
@@ -160,6 +217,9 @@ proxy=$!
 pids+=($proxy)
 for _ in $(seq 100); do [ -S "$T/chaos.sock" ] && break; sleep 0.02; done
 check "garbage, each answer compared" 0 --tier "unix:$T/chaos.sock" --tier-audit 1/1
+# who lied goes, and who answered in the same layer stays
+check "garbage, and a good box in the same layers" 200 --tier "unix:$T/chaos.sock" --tier "unix:$T/third.sock" --tier-audit 1/1
+check "a good box, and garbage in the same layers" 200 --tier "unix:$T/even.sock" --tier "unix:$T/chaos.sock" --tier-audit 1/1 --chunk 4
 # each of 184 requests of this run is compared with a chance of 1/4: seen, but for one run in 10^23;
 # then all begins again without the box
 check "garbage, one answer in 4" 0 --tier "unix:$T/chaos.sock" --tier-audit 1/4
@@ -183,13 +243,20 @@ loaded=$(field logits_fnv)
 [ "$("$K3" cache ls "$T/kept" | grep -c k3s)" = 1 ] && pass || fail "cache" "nothing was kept"
 printf 'What is the capital of France?\nAnd of Spain?\n' >"$T/turns"
 "$K3" chat -q --model "$MODEL" --threads 1 --temperature 0 --tokens 40 <"$T/turns" >"$T/local" 2>"$T/err"
-n_same=0
-for _ in 1 2 3 4 5 6 7 8; do
-    "$K3" chat -q --model "$MODEL" --threads 1 --temperature 0 --tokens 40 --context 512 "${lied[@]}" --ram $((ram + (8 << 20))) <"$T/turns" >"$T/out" 2>"$T/err"
-    rc=$?
-    if cmp -s "$T/out" "$T/local"; then n_same=$((n_same + 1)); elif [ $rc = 0 ]; then fail "garbage, chat" "another text, and exit 0"; fi
-done
-[ $n_same -gt 0 ] && pass || fail "garbage, chat" "never the right text: exit $rc"
+chats() {
+    local n_same=0 rc
+    for _ in 1 2 3 4; do
+        "$K3" chat -q --model "$MODEL" --threads 1 --temperature 0 --tokens 40 --context 512 "${lied[@]}" --ram $((ram + (8 << 20))) <"$T/../turns" >"$T/out" 2>"$T/err"
+        rc=$?
+        if cmp -s "$T/out" "$T/../local"; then n_same=$((n_same + 1)); elif [ $rc = 0 ]; then fail "garbage, chat" "another text, and exit 0"; fi
+    done
+    echo $n_same >"$T/../same.${T##*/}"
+}
+together
+aside chat_1 chats
+aside chat_2 chats
+together
+cat "$T"/same.chat_? | grep -q '[1-9]' && pass || fail "garbage, chat" "never the right text"
 "$K3" run "${args[@]}" --ram "$ram" --tier-wait 200000 --tier "unix:$T/chaos.sock" >"$T/out" 2>"$T/err"
 [ "$(field logits_fnv)" != "$want" ] && pass || fail "garbage" "the proxy does not spoil anything"
 stop $proxy
@@ -202,21 +269,28 @@ pids+=($proxy)
 for _ in $(seq 100); do [ -S "$T/chaos.sock" ] && break; sleep 0.02; done
 text=(-q --no-stop --model "$MODEL" --tokens 24 --threads 1 "$prompt")
 "$K3" run "${text[@]}" >"$T/local"
-n_right=0 n_caught=0 n_wrong=0
-for _ in $(seq 24); do
-    "$K3" run "${text[@]}" --ram "$ram" --tier-wait 200000 --tier "unix:$T/chaos.sock" --tier-audit 1/12 >"$T/out" 2>"$T/err"
-    rc=$?
-    if [ $rc = 0 ] && cmp -s "$T/out" "$T/local"; then
-        n_right=$((n_right + 1))
-    elif [ $rc = 5 ] && grep -q "text above is wrong" "$T/err" && ! cmp -s "$T/out" "$T/local"; then
-        n_caught=$((n_caught + 1))
-    else
-        n_wrong=$((n_wrong + 1))
-        cp "$T/err" "$T/err.wrong"
-    fi
-done
+lies() {
+    local n_right=0 n_caught=0 n_wrong=0 rc
+    for _ in $(seq 12); do
+        "$K3" run "${text[@]}" --ram "$ram" --tier-wait 200000 --tier "unix:$T/../chaos.sock" --tier-audit 1/12 >"$T/out" 2>"$T/err"
+        rc=$?
+        if [ $rc = 0 ] && cmp -s "$T/out" "$T/../local"; then
+            n_right=$((n_right + 1))
+        elif [ $rc = 5 ] && grep -q "text above is wrong" "$T/err" && ! cmp -s "$T/out" "$T/../local"; then
+            n_caught=$((n_caught + 1))
+        else
+            n_wrong=$((n_wrong + 1))
+            fail "a lie that changes the text" "exit $rc, and the text is not what that says"
+        fi
+    done
+    echo $n_right $n_caught $n_wrong >"$T/../lies.${T##*/}"
+}
+aside lies_1 lies
+aside lies_2 lies
+together
 # one run in 10^7 is never compared
-if [ $n_wrong = 0 ] && [ $n_right -gt 0 ] && [ $n_caught -gt 0 ]; then pass; else
+read -r n_right n_caught n_wrong < <(cat "$T"/lies.lies_? | awk '{ r += $1; c += $2; w += $3 } END { print r, c, w }')
+if [ "$n_wrong" = 0 ] && [ "$n_right" -gt 0 ] && [ "$n_caught" -gt 0 ]; then pass; else
     fail "a lie that changes the text" "$n_right right, $n_caught caught, $n_wrong neither"
 fi
 stop $proxy
@@ -236,32 +310,6 @@ for mode in pass delay drop reorder duplicate stall random; do
     stop $proxy
     rm -f "$T/chaos.sock"
 done
-
-# The bench of a hop: right sums, no request in vain, a box that does not grow.
-hop() { # NAME EXIT PATTERN OPTION...
-    local name=$1 want_rc=$2 pattern=$3
-    shift 3
-    # a sanitizer keeps what was freed: there a box does grow
-    timeout -k 1 60 "$K3" bench --model "$MODEL" --requests 50 --sustain "$([ -n "${K3_SAN:-}" ] && echo 0 || echo 1)" "$@" >"$T/out" 2>"$T/err"
-    local rc=$?
-    if [ $rc = "$want_rc" ] && cat "$T/out" "$T/err" | grep -q -- "$pattern"; then pass; else fail "hop: $name" "exit $rc"; fi
-}
-hop "a good box" 0 "0 requests without a whole answer, 0 wrong" --hop "unix:$T/warm.sock"
-[ "$(grep -c "^unix:$T/warm.sock" "$T/out")" = 6 ] && pass || fail "hop: a good box" "not 6 rows"
-[ -n "${K3_SAN:-}" ] || { grep -q ": 0.000 bytes a request; 0 timeouts" "$T/out" && pass || fail "hop: sustain" "$(grep sustain "$T/out")"; }
-hop "nobody there" 1 "is k3-tier running there" --hop "unix:$T/none.sock"
-hop "--tier as well" 2 "one of them" --hop "unix:$T/warm.sock" --tier "unix:$T/warm.sock"
-"$CHAOS" "$T/chaos.sock" "$T/warm.sock" garbage &
-proxy=$!
-pids+=($proxy)
-for _ in $(seq 100); do [ -S "$T/chaos.sock" ] && break; sleep 0.02; done
-hop "garbage" 5 "a sum differs from ours" --hop "unix:$T/chaos.sock"
-stop $proxy
-box empty --no-fill
-hop "an empty box" 1 "wait until it is warm" --hop "unix:$T/empty.sock"
-stop $box
-"$K3" bench --requests 5 >"$T/out" 2>"$T/err"
-[ $? = 2 ] && pass || fail "hop: --requests alone" "was taken"
 
 # Killed and started again while one text is made: RESTARTS times.
 restarts=${RESTARTS:-10}

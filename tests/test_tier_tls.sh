@@ -324,10 +324,55 @@ check "mutual TLS with an expired one" none "our certificate has expired" \
     --tier "tls:127.0.0.1:$port" "${trust[@]}" --tier-cert "$T/late.pem" --tier-key "$T/late.key"
 kill -0 $box 2>/dev/null && pass || fail "mutual TLS" "the box is gone"
 
+# ---- The bench of a hop: what it says over TLS, TCP and a unix socket ----
+
+# hop NAME EXIT PATTERN OPTION...: PATTERN in what it says
+hop() {
+    local name=$1 want_rc=$2 pattern=$3 rc
+    shift 3
+    # a sanitizer keeps what was freed: there a box does grow
+    timeout -k 1 60 "$K3" bench --model "$MODEL" --requests 200 --sustain "$((${#K3_SAN} ? 0 : 1))" "$@" >"$T/out" 2>"$T/err"
+    rc=$?
+    if [ $rc = "$want_rc" ] && cat "$T/out" "$T/err" | grep -q -- "$pattern"; then pass; else fail "hop: $name" "exit $rc"; fi
+}
+vain=()
+hop "mutual TLS" 0 "0 requests without a whole answer, 0 wrong" --hop "tls:127.0.0.1:$port" "${trust[@]}" "${me[@]}"
+# vain N OPTION...: one that never gets in, begun beside the rest; vain_end N NAME PATTERN
+vain() {
+    local n=$1
+    shift
+    { "$K3" bench --model "$MODEL" --requests 200 "$@" >"$T/vain.$n" 2>&1; echo "exit $?" >>"$T/vain.$n"; } &
+    pids+=($!)
+    vain[n]=$!
+}
+vain_end() {
+    wait "${vain[$1]}"
+    grep -qx "exit 1" "$T/vain.$1" && grep -q -- "$3" "$T/vain.$1" && pass || { cp "$T/vain.$1" "$T/err"; fail "hop: $2" "was let in, or not told why"; }
+}
+vain 1 --hop "tls:127.0.0.1:$port" "${trust[@]}"
+vain 2 --hop "tls:127.0.0.1:$port"
+hop "certificates without tls:" 2 "write --hop tls:ADDR" --hop "127.0.0.1:$port" "${trust[@]}"
+box_port=$port mutual_box=$box
+new_port
+plain_port=$port
+box tls:127.0.0.1:@ "${tls[@]}" --psk-file "$T/psk" --listen "127.0.0.1:$plain_port" --listen "unix:$T/hop.sock"
+hops=("tls:127.0.0.1:$port" "127.0.0.1:$plain_port" "unix:$T/hop.sock")
+vain 3 --hop "${hops[0]}" "${trust[@]}"
+vain_end 1 "mutual TLS without a certificate" "wants a certificate of ours: give --tier-cert"
+vain_end 2 "the system's authorities" "no trust in the box's certificate.*--tier-ca"
+vain_end 3 "TLS without the key" "wants a key"
+hop "three addresses" 0 "0 requests without" --hop "${hops[0]}" --hop "${hops[1]}" --hop "${hops[2]}" "${trust[@]}" --psk-file "$T/psk"
+for addr in "${hops[@]}"; do
+    [ "$(grep -c "^$addr	" "$T/out")" = 6 ] && grep -q "^# $addr: 0 requests without a whole answer, 0 wrong" "$T/out" &&
+        { [ -n "$K3_SAN" ] || grep -q "^# $addr: sustain.*: 0.000 bytes a request; 0 timeouts" "$T/out"; } && pass || fail "hop: $addr" "no 6 rows, or not well"
+done
+stop $box
+box=$mutual_box
+
 # ---- Proxies ----
 
 peer connect
-proxy=$port box_port=$((port - 1))
+proxy=$port
 ALL_PROXY=http://127.0.0.1:$proxy check "TLS through CONNECT" 300 "" --tier "tls:box.test:$box_port" "${trust[@]}" "${me[@]}"
 grep -qx "box.test:$box_port" "$T/log" && pass || fail "CONNECT" "the proxy was not asked"
 : >"$T/log"
