@@ -79,6 +79,7 @@ fi
 run tests/test_cache.sh $quick
 run tests/test_tier.sh demo
 run tests/test_slice.sh demo
+run tests/test_tier_gpu.sh demo
 run tests/test_tier_tls.sh demo
 # shellcheck disable=SC2046
 run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
