@@ -13,11 +13,16 @@
 
 #include "tier.h"
 
+#include <arpa/inet.h>
 #include <errno.h>
 #include <math.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -351,6 +356,72 @@ static int hop_row(hop *h, const char *what, uint32_t n, uint32_t n_chain, uint3
     return hop_print(h->addr, what, cell, COUNT(cell));
 }
 
+/* ---- The yardstick: as many bytes there and back over bare TCP, both ends spinning ---- */
+
+enum { BARE_BYTES = 48 }; /* of an empty request, and of its reply: a head and the fixed part */
+
+/* All bytes, one way or the other, without ever sleeping. */
+static bool bare_move(int fd, char *p, bool is_out) {
+    for (size_t n = 0; n < BARE_BYTES;) {
+        ssize_t k = is_out ? send(fd, p + n, BARE_BYTES - n, MSG_DONTWAIT | MSG_NOSIGNAL)
+                           : recv(fd, p + n, BARE_BYTES - n, MSG_DONTWAIT);
+        if (k == 0 || (k < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR))
+            return false;
+        n += k > 0 ? (size_t)k : 0;
+    }
+    return true;
+}
+
+/* The other end: accept one, send back what it sends. */
+static void *bare_echo(void *arg) {
+    char bytes[BARE_BYTES];
+    int one = 1, fd = accept(*(int *)arg, NULL, NULL);
+    if (fd < 0) return NULL;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    while (bare_move(fd, bytes, false) && bare_move(fd, bytes, true)) continue;
+    close(fd);
+    return NULL;
+}
+
+/* The median and more of one round trip; false where there is no loopback. */
+static bool bare_times(hop *h, int ear) {
+    struct sockaddr_in sa = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t n = sizeof sa;
+    pthread_t echo;
+    int one = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    char bytes[BARE_BYTES] = {0};
+    bool is_ok = fd >= 0 && bind(ear, (struct sockaddr *)&sa, n) == 0 && listen(ear, 1) == 0 &&
+                 getsockname(ear, (struct sockaddr *)&sa, &n) == 0 &&
+                 connect(fd, (struct sockaddr *)&sa, n) == 0 &&
+                 setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one) == 0;
+    bool has_echo = is_ok && pthread_create(&echo, NULL, bare_echo, &ear) == 0;
+    is_ok = has_echo;
+    for (uint64_t i = 0; i < WARM_UP + h->a->requests && is_ok; i++) {
+        uint64_t start = clock_ns();
+        is_ok = bare_move(fd, bytes, true) && bare_move(fd, bytes, false);
+        if (i >= WARM_UP)
+            h->samples[i - WARM_UP] = (sample){.ns[TOTAL] = (double)(clock_ns() - start)};
+    }
+    if (fd >= 0) close(fd);
+    if (has_echo) pthread_join(echo, NULL);
+    return is_ok;
+}
+
+static int hop_yardstick(hop *h) {
+    static const double p[3] = {0.5, 0.95, 0.99};
+    char text[3][24];
+    const char *cell[COUNT(text)];
+    int ear = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    bool is_ok = ear >= 0 && bare_times(h, ear);
+    if (ear >= 0) close(ear);
+    if (!is_ok) return DONE; /* then there is none to compare with */
+    for (size_t i = 0; i < COUNT(text); i++) {
+        snprintf(text[i], sizeof text[i], "%.1f", hop_quantile(h, TOTAL, p[i]));
+        cell[i] = text[i];
+    }
+    return hop_print("(no box)", "bare loopback TCP", cell, COUNT(cell));
+}
+
 static bool hop_rss(hop *h, uint64_t *rss) {
     uint64_t figures[TIER_N_STATS] = {0};
     tier_begin(h->far);
@@ -495,6 +566,7 @@ int bench_hop(const cli_args *a) {
     if (rc == DONE && !(ids = malloc(h.m.n_experts * sizeof *ids)))
         rc = fail_memory("ids of experts", h.m.n_experts * sizeof *ids);
     if (rc == DONE) rc = hop_head();
+    if (rc == DONE) rc = hop_yardstick(&h);
     for (size_t i = 0; i < a->n_hop && rc == DONE; i++) {
         h.addr = a->hop[i];
         h.seed = 1;
