@@ -339,24 +339,29 @@ static void test_million(void) {
     model m;
     request r;
     uint64_t rss = 0, vram = 0;
+    int64_t grown = 0, taken = 0;
     model_make(&m, "ref", 128, 128, 64, 0);
     request_make(&r, 128, 8, 64, 8 * 16);
     gpu *g = open_for(&m, 8, 16);
     for (int i = 0; i < 1000000; i++) {
         if (i % 1000 == 0) request_fill(&r, &m, 1 + below(8), 64, 1 + below(16), false);
-        if (i % 50000 == 0)
+        if (i % 1000 == 0 && (i < 100000 || i == 999000)) /* the CPU's part takes memory of its own */
             request_check(g, &r, &m, "million");
         else if (!request_run(g, &r, 128))
             check(false, "million", (uint64_t)i);
-        if (i == 100000) {
+        if (i == 998999) {
+            grown = (int64_t)(rss_bytes() - rss);
+            taken = (int64_t)(vram - gpu_free_bytes(g));
+        }
+        if (i == 100000) { /* every shape has been seen */
             rss = rss_bytes();
             vram = gpu_free_bytes(g);
         }
     }
-    printf("memory of the process %+lld bytes, free VRAM %+lld\n",
-           (long long)(rss_bytes() - rss), (long long)(gpu_free_bytes(g) - vram));
-    check(rss_bytes() <= rss + (64 << 10), "memory of the process grew", rss_bytes() - rss);
-    check(gpu_free_bytes(g) >= vram, "memory of the device grew", vram - gpu_free_bytes(g));
+    printf("in 900,000 requests: memory of the process %+lld bytes, VRAM %+lld\n",
+           (long long)grown, (long long)taken);
+    check(grown <= 64 << 10, "memory of the process grew", (uint64_t)grown);
+    check(taken <= 0, "memory of the device grew", (uint64_t)taken);
     gpu_close(g);
     request_free(&r);
     model_free(&m);
