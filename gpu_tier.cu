@@ -180,9 +180,9 @@ typedef struct {
     uint64_t pad[6];
 } head;
 
-/* Up to ROWS pairs of one expert. */
+/* Up to ROWS pairs of one expert, which has n_siblings such segments, the first of them i_first. */
 typedef struct {
-    uint32_t slot, first, n, i_item;
+    uint32_t slot, first, n, i_item, i_first, n_siblings, pad[2];
 } segment;
 
 #define ROWS 4
@@ -477,6 +477,16 @@ __device__ static inline void run_task(const task &t, uint8_t *ring, const segme
         outer_block<R, HIGH>(t, ring, g, block, n_done);
 }
 
+/* Task i of one matrix. The segments of an expert take one block of it after another side by side, so
+ * that its weights come from VRAM once. */
+__device__ static inline void task_place(const task &t, uint32_t blocks, uint32_t i,
+                                         uint32_t *i_segment, uint32_t *block) {
+    const segment &one = t.segments[i / blocks]; /* of the right expert, if not the right one */
+    const uint32_t k = i - one.i_first * blocks;
+    *i_segment = one.i_first + k % one.n_siblings;
+    *block = k / one.n_siblings;
+}
+
 /* One block a multiprocessor. MOST: vectors of a segment at most. */
 template <int MOST>
 __global__ static void __launch_bounds__(32 * WARPS(MOST), 1) experts(const task t) {
@@ -492,14 +502,14 @@ __global__ static void __launch_bounds__(32 * WARPS(MOST), 1) experts(const task
     __syncthreads();
     for (uint32_t i = threadIdx.x / 32 * gridDim.x + blockIdx.x; i < n_tasks;) {
         const bool is_up = i < n_up;
-        const uint32_t blocks = is_up ? t.l.up.blocks : t.l.down.blocks,
-                       i_segment = (is_up ? i : i - n_up) / blocks,
-                       block = (is_up ? i : i - n_up) % blocks;
+        const uint32_t blocks = is_up ? t.l.up.blocks : t.l.down.blocks;
+        uint32_t i_segment, block;
+        task_place(t, blocks, is_up ? i : i - n_up, &i_segment, &block);
         const segment g = t.segments[i_segment];
         const uint32_t *n_done = &t.n_done[i_segment];
         if (t.is_high[g.slot])
             for (uint32_t r = 0; r < g.n; r++) {
-                const segment one = {g.slot, g.first + r, 1, g.i_item};
+                const segment one = {g.slot, g.first + r, 1, g.i_item, 0, 0, {0, 0}};
                 run_task<1, true, MOST == 1>(t, ring, one, block, is_up, whole, n_done);
             }
         else if (MOST > 1 && g.n > 2)
@@ -865,12 +875,15 @@ static int gpu_shape(gpu *g, uint32_t n_rows, uint32_t n_segments, const shape *
 /* Cut the pairs of each item in segments; returns how many. */
 static uint32_t cut_items(segment *to, const gpu_item *items, uint32_t n_items) {
     uint32_t n = 0;
-    for (uint32_t x = 0; x < n_items; x++)
+    for (uint32_t x = 0; x < n_items; x++) {
+        const uint32_t i_first = n, n_siblings = (items[x].n + ROWS - 1) / ROWS;
         for (uint32_t at = 0; at < items[x].n; at += ROWS, n++) {
             uint32_t left = items[x].n - at;
-            segment g = {items[x].slot, items[x].first + at, left < ROWS ? left : ROWS, x};
+            segment g = {items[x].slot, items[x].first + at, left < ROWS ? left : ROWS, x,
+                         i_first,       n_siblings,          {0, 0}};
             if (to) to[n] = g;
         }
+    }
     return n;
 }
 
