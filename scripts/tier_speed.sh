@@ -6,10 +6,11 @@
 #     BUILD=build            where k3, k3-tier and tier_chaos are (make all build/tier_chaos)
 #     PYTHON=python3         with numpy where a checkpoint is to be made
 #     MODEL=                 a model directory; none: one of true dimensions is made and removed,
-#     DIR=/tmp LAYERS=4 EXPERTS=64       here, of this size (0.9 GB and 17.6 MB an expert each layer)
-#     COLD_RAM=6G            the client's --ram when its experts are to come from disk
+#     DIR=/tmp LAYERS=3 EXPERTS=112      here, of this size (1.2 GB and 17.6 MB an expert each layer)
+#     COLD_RAM=5400M         the client's --ram when its experts are to come from disk, and nothing else
 #     WARM_RAM=              ... and when all is to be resident; none: what is free
-#     BOX_RAM=64G            the box's
+#     BOX_RAM=64G            the box's; BOX_OPTIONS= more of k3-tier's, --gpu for one
+#     KINDS=                 some of the kinds below; none: all
 #     BOX_THREADS= THREADS=  of the box, and of the client; none: half of the cores each
 #     ROUNDS=5 TOKENS=6      ids of each prompt; the first prompt is the first second, and not counted
 #     PROMPTS=               a file for bench --prompts with two lines; none: ids of any model
@@ -33,8 +34,8 @@ for word in "$@"; do
     *) sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2 ;;
     esac
 done
-BUILD=${BUILD:-build} PYTHON=${PYTHON:-python3} MODEL=${MODEL:-} DIR=${DIR:-/tmp} LAYERS=${LAYERS:-4}
-EXPERTS=${EXPERTS:-64} COLD_RAM=${COLD_RAM:-6G} WARM_RAM=${WARM_RAM:-} BOX_RAM=${BOX_RAM:-64G}
+BUILD=${BUILD:-build} PYTHON=${PYTHON:-python3} MODEL=${MODEL:-} DIR=${DIR:-/tmp} LAYERS=${LAYERS:-3}
+EXPERTS=${EXPERTS:-112} COLD_RAM=${COLD_RAM:-5400M} WARM_RAM=${WARM_RAM:-} BOX_RAM=${BOX_RAM:-64G}
 ROUNDS=${ROUNDS:-5} TOKENS=${TOKENS:-6} PROMPTS=${PROMPTS:-} LIMIT=${LIMIT:-270} DIRECT=${DIRECT:-on}
 n_cores=$(nproc)
 BOX_THREADS=${BOX_THREADS:-$(((n_cores + 1) / 2))}
@@ -47,7 +48,7 @@ pids=()
 trap '[ ${#pids[@]} = 0 ] || { kill "${pids[@]}" && wait "${pids[@]}"; } 2>/dev/null; rm -rf "$T"' EXIT
 if [ -z "$MODEL" ]; then
     MODEL=$T/model
-    "$PYTHON" scripts/make_checkpoint.py "$MODEL" --layers "$LAYERS" --experts "$EXPERTS" --top-k 16 >"$T/log" 2>&1 || { tail -1 "$T/log"; exit 1; }
+    "$PYTHON" scripts/make_checkpoint.py "$MODEL" --layers "$LAYERS" --experts "$EXPERTS" --top-k 16 --vocab 4096 >"$T/log" 2>&1 || { tail -1 "$T/log"; exit 1; }
 fi
 if [ -z "$PROMPTS" ]; then
     PROMPTS=$T/prompts
@@ -60,7 +61,7 @@ awk 'NR == 1 { n = $4 } NR > 1 { for (ie = 0; ie < n; ie++) print $2, ie }' "$T/
 n_experts=$(wc -l <"$T/pins")
 
 # a box, warm; one in front of it that is mute; a listener whose queue is full: the kernel drops SYNs
-"$BUILD/k3-tier" -q --model "$MODEL" --ram "$BOX_RAM" --threads "$BOX_THREADS" --listen "unix:$T/box.sock" 2>"$T/box.err" &
+"$BUILD/k3-tier" -q --model "$MODEL" --ram "$BOX_RAM" --threads "$BOX_THREADS" ${BOX_OPTIONS:-} --listen "unix:$T/box.sock" 2>"$T/box.err" &
 pids+=($!)
 held=0
 for _ in $(seq 1200); do
@@ -113,6 +114,8 @@ one() { # KIND
 kinds=(cold warm refused stalled blackhole resident resident+box)
 echo "# $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -1), $n_cores cores: client $THREADS threads, box $BOX_THREADS; $(head -1 "$T/info")"
 printf 'round\tkind\ttok_s\tlogits_fnv\n'
+# shellcheck disable=SC2206
+[ -z "${KINDS:-}" ] || kinds=($KINDS)
 for round in $(seq "$ROUNDS"); do
     for i in "${!kinds[@]}"; do
         [ "$SECONDS" -lt "$LIMIT" ] || { echo "# stopped in round $round after $SECONDS s"; break 2; }
