@@ -2402,12 +2402,22 @@ static int bench(const options *o) {
     return fail(FAIL_IO, "%s", why);
 }
 
+/* A closed stdin, stdout or stderr must not become the number of a socket or a shard: messages would
+ * go there. */
+static void stdio_guard(void) {
+    for (int fd = 0; fd < 3; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF &&
+            open("/dev/null", fd == 2 ? O_WRONLY : O_RDONLY) < 0)
+            abort();
+}
+
 int main(int argc, char **argv) {
     static server s; /* over a hundred connections' worth: not for a stack */
     const char *addr = NULL;
     bool is_status = argc > 1 && strcmp(argv[1], "status") == 0;
     bool is_bench = argc > 1 && strcmp(argv[1], "bench") == 0;
     s.o = (options){.spin_us = 50, .clients = 8};
+    stdio_guard();
     signal(SIGPIPE, SIG_IGN);
     for (int i = 1; i < argc; i++) {
         bool is_help = strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0;

@@ -117,7 +117,7 @@ expect "it is as it was" "$(ls "$T/full")" thing
 ends "over the model itself" 2 "not empty" "${slice[@]}" --size 1M --out "$MODEL"
 
 ends "a slice" 0 "experts .* in 7 shards; [0-9.]* GB/s" "${slice[@]}" --size 1500K --shard 200K --out "$T/s"
-ends "the same again" 0 "is there, whole" "${slice[@]/-q/--no-check}" --size 1500K --shard 200K --out "$T/s"
+ends "the same again" 0 "is there, whole" "${slice[@]/#-q/--no-check}" --size 1500K --shard 200K --out "$T/s"
 ends "another one there" 2 "another slice" "${slice[@]}" --size 1M --out "$T/s"
 n=$(awk '$1 == "experts" { print $2 }' "$T/s/k3.slice")
 expect "no more than --size" "$(($(du -sb "$T/s" | cut -f1) - 4096 <= 1500 * 1024))" 1
@@ -535,6 +535,15 @@ ends "keep beside another config.json" 3 "has another config.json" stage alone
 stop $box
 expect "it is as it was" "$(cat "$T/alone/config.json"; ls "$T/alone")" '{"mine": 1}
 config.json'
+# Closed descriptors: messages must not go into a socket or a shard.
+"$K3_TIER" --threads 1 --ram 1G --keep "$T/closed" --listen "unix:$T/closed.sock" <&- >&- 2>&- &
+box=$!
+pids+=($box)
+for _ in $(seq 300); do [ -S "$T/closed.sock" ] && break; sleep 0.02; done
+ends "stage to a box without stderr" 0 "100 experts sent" stage closed --size 979200
+for fd in 0 1 2; do readlink /proc/$box/fd/$fd; done >"$T/fds"
+expect "its descriptors" "$(sort -u "$T/fds")" /dev/null
+stop $box
 # A disk that takes no more: said also with -q, and no success in the end.
 if mkdir "$T/tight" && mount -t tmpfs -o size=300k none "$T/tight" 2>/dev/null; then
     box tight -q --ram 1G --keep "$T/tight/k"
