@@ -357,6 +357,9 @@ chmod 600 "$T/short" "$T/key" "$T/other"
 refused "a short key" "shorter than 16" --listen 0.0.0.0:0 --psk-file "$T/short"
 cp "$T/key" "$T/open" && chmod 644 "$T/open"
 refused "a key that others may read" "chmod 600" --listen 0.0.0.0:0 --psk-file "$T/open"
+echo precious >"$T/file"
+refused "a file where the socket goes" "there is a file" --listen "unix:$T/file"
+[ "$(cat "$T/file")" = precious ] && pass || fail "a file where the socket goes" "it is gone"
 box keyed --psk-file "$T/key"
 for _ in $(seq 100); do
     n=$("$K3_TIER" status "unix:$T/keyed.sock" --psk-file "$T/key" | awk '$1 == "experts_held" { print $2 }')
