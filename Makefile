@@ -56,7 +56,8 @@ ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 COMMANDS = $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(BUILD)/k3_gpu.o
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
-          $(BUILD)/test_stage $(BUILD)/test_dial $(BUILD)/tier_chaos $(BUILD)/k3-tier-fake
+          $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/tier_chaos \
+          $(BUILD)/k3-tier-fake
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
           $(BUILD)/replay_state $(BUILD)/replay_tier $(BUILD)/replay_slice
 
@@ -145,6 +146,11 @@ $(BUILD)/tier_chaos: tests/tier_chaos.c | $(BUILD)
 $(BUILD)/test_tier $(BUILD)/test_stage: $(BUILD)/%: tests/%.c tier_server.c $(BUILD)/tier_tls.o $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/tier_tls.o $(ENGINE) $(K3_LIBS)
+
+$(BUILD)/test_vram: tests/test_vram.c tests/fake_gpu.c tier_server.c $(BUILD)/tier_tls.o $(ENGINE)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -DK3_HAVE_GPU -Wno-unused-function $(LDFLAGS) -o $@ $< tests/fake_gpu.c \
+	  $(BUILD)/tier_tls.o $(ENGINE) $(K3_LIBS)
 
 # tier_tls.c is included.
 $(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o

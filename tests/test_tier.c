@@ -276,7 +276,7 @@ static bool is_held(uint32_t il, uint32_t ie) {
 /* Room for three: what is wanted comes, the coldest goes, what is in use stays. */
 static void test_store(const char *dir) {
     uint8_t wish[4 * 40];
-    expert_view x;
+    item five = {.ie = 5}, six = {.ie = 6, .n = 1};
     uint32_t il = sv.m.n_dense;
     server_close(&sv);
     open_server(dir, 1u << 30);
@@ -300,15 +300,14 @@ static void test_store(const char *dir) {
         tier_put16(wish + 4 * i, il);
         tier_put16(wish + 4 * i + 2, 9);
     }
-    int32_t pinned = store_pin(&sv, il, 5, 0, &x);
-    CHECK(pinned != NONE);
+    CHECK(store_pin(&sv, il, &five));
     store_wish(&sv, wish, 4 * 40);
     uint32_t version = sv.st.version[0];
     CHECK_EQ_INT(warm_all(), 1);
     CHECK(is_held(il, 5)); /* the coldest, but in use */
     CHECK(!is_held(il, 6) && is_held(il, 7) && is_held(il, 9));
     CHECK_EQ_INT(sv.st.version[0], version + 2);
-    CHECK_EQ_INT(store_pin(&sv, il, 6, 1, &x), NONE);
+    CHECK(!store_pin(&sv, il, &six));
     CHECK_EQ_INT(sv.st.n_evicted, 1);
 }
 
