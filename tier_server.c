@@ -2119,9 +2119,9 @@ static int memory_open(server *s) {
     s->batch = calloc(s->m.n_experts, sizeof(item *));
     s->pair_row = calloc(pairs, sizeof *s->pair_row);
     s->pair_w = calloc(pairs, sizeof *s->pair_w);
-    if (!st->bytes || !st->slots || !st->free || !st->pins || !st->slot_of || !st->vram_of || !st->heat ||
-        !st->is_coming || !st->is_written || !st->held || !st->version || !s->zp || !s->zpair || !s->hpair ||
-        !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w)
+    if (!st->bytes || !st->slots || !st->free || !st->pins || !st->slot_of || !st->vram_of ||
+        !st->heat || !st->is_coming || !st->is_written || !st->held || !st->version || !s->zp ||
+        !s->zpair || !s->hpair || !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w)
         return fail(FAIL_IO, "out of memory for %u experts", st->n_slots);
     memory_readable(s);
     memset(st->slot_of, 0xff, n * sizeof *st->slot_of);
@@ -2324,11 +2324,10 @@ static void memory_close(server *s) {
                   {s->zpair, BATCH_PAIRS * (size_t)s->m.latent * sizeof(float)},
                   {s->hpair, BATCH_PAIRS * (size_t)s->m.inter * sizeof(float)},
                   {s->local, s->n_threads * s->local_floats * sizeof(float)}};
-    void *block[] = {st->slots,     st->free,    st->pins,    st->slot_of, st->heat,
-                     st->is_coming, st->held,    st->version, st->order,   s->items,
-                     st->is_written,
-                     s->batch,      s->pair_row, s->pair_w,   st->vram_of, st->vram,
-                     s->gpu_items,  s->gpu_bad};
+    void *block[] = {st->slots,      st->free,     st->pins,    st->slot_of, st->heat,
+                     st->is_coming,  st->held,     st->version, st->order,   s->items,
+                     st->is_written, s->batch,     s->pair_row, s->pair_w,   st->vram_of,
+                     st->vram,       s->gpu_items, s->gpu_bad};
     for (size_t i = 0; i < COUNT(region); i++)
         if (region[i].p) munmap(region[i].p, region[i].n + 1);
     for (size_t i = 0; i < COUNT(block); i++) free(block[i]);

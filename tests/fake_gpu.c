@@ -108,8 +108,7 @@ int gpu_begin(gpu *g, const float *z, uint32_t n_rows, const gpu_item *items, ui
 static void compute(gpu *g, const gpu_item *it, int64_t *Q, uint8_t *is_bad) {
     size_t lat = g->o.latent, inter = g->o.inter;
     float *zp = aligned_alloc(64, (lat * 4 + 63) / 64 * 64),
-          *hp = aligned_alloc(64, (inter * 4 + 63) / 64 * 64),
-          local[2 * ROW_TILE];
+          *hp = aligned_alloc(64, (inter * 4 + 63) / 64 * 64), local[2 * ROW_TILE];
     expert_view x;
     const uint8_t *p = g->bytes + it->slot * g->one;
     for (int k = 0; k < 6; p += g->part[k++]) x.p[k] = p;
