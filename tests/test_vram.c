@@ -384,7 +384,7 @@ static void test_hits(const char *dir) {
     pthread_t thread;
     open_server(dir, 8, 2);
     for (uint32_t i = 0; i < 8; i++) sv.st.heat[i] = 0.0f;
-    for (uint32_t i = 8; i-- > 0;) put(i);
+    for (uint32_t i = 0; i < 8; i++) put(i);
     CHECK(pthread_create(&thread, NULL, vram_main, &sv) == 0);
     CHECK(is_true(is_vram_full));
     CHECK(!is_1_in_vram());
