@@ -152,6 +152,16 @@ static void keep_add(keeper *k, const slice_expert *x, const uint8_t *bytes) {
     pthread_mutex_unlock(&k->lock);
 }
 
+/* Somebody waits for a slot: write now. False when nothing is left to write, or can be. */
+static bool keep_hurry(keeper *k) {
+    if (!k->is_running) return false;
+    pthread_mutex_lock(&k->lock);
+    bool is = !k->is_dead && k->n_queue > 0;
+    pthread_cond_signal(&k->more);
+    pthread_mutex_unlock(&k->lock);
+    return is;
+}
+
 /* Write what is left, and end. */
 static void keep_stop(keeper *k) {
     if (k->is_running) {

@@ -1277,17 +1277,30 @@ static enum tier_verdict stage_room(server *s, size_t i, int32_t *i_slot) {
     return v;
 }
 
-/* Is the frame at the front of `in` an offer for which there is room as soon as VRAM has taken what
- * lies in a slot? */
+/* Is there a slot whose expert VRAM has, and that stays only until --keep has written it? Lock held. */
+static bool stage_has_unwritten(const server *s) {
+    const store *st = &s->st;
+    for (uint32_t i = 0; s->o.keep_dir && i < st->n_slots; i++) {
+        size_t at = index_of(s, st->slots[i].il, st->slots[i].ie);
+        if (st->slot_of[at] == (int32_t)i && st->slots[i].is_kept && st->vram_of[at] != NONE &&
+            !st->is_written[at])
+            return true;
+    }
+    return false;
+}
+
+/* Is the frame at the front of `in` an offer for which there is room as soon as VRAM, and the disk
+ * with --keep, have taken what lies in a slot? */
 static bool stage_must_wait(server *s, const conn *c) {
     store *st = &s->st;
     uint32_t i_slot, i_vram;
     if (c->state != C_STAGE || !c->stage.has_begun || c->in[4] != TIER_OFFER) return false;
     pthread_mutex_lock(&st->lock);
-    bool is = st->has_vram && st->n_free == 0 && warm_coldest(s, STAGE_HEAT) == NONE &&
-              (st->is_uploading || vram_next(s, &i_slot, &i_vram));
+    bool is_full = st->has_vram && st->n_free == 0 && warm_coldest(s, STAGE_HEAT) == NONE,
+         is_coming = is_full && (st->is_uploading || vram_next(s, &i_slot, &i_vram)),
+         is_unwritten = is_full && !is_coming && stage_has_unwritten(s);
     pthread_mutex_unlock(&st->lock);
-    return is;
+    return is_coming || (is_unwritten && keep_hurry(&s->keep));
 }
 
 static bool stage_offer(server *s, conn *c, uint64_t id, const uint8_t *p, size_t n) {
