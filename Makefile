@@ -36,8 +36,10 @@ K3_FLAGS_avx512 = -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma \
                   -mprefer-vector-width=512
 K3_FLAGS_neon   =
 
-# The GPU arm of k3-tier: `make gpu`, and from then on whatever is built in this BUILD.
+# The GPU arm of k3-tier: `make gpu`, and from then on whatever is built in this BUILD; GPU=0 does
+# without.
 GPU        ?= $(if $(wildcard $(BUILD)/gpu_tier.o),1)
+K3_GPU     := $(filter-out 0,$(GPU))
 NVCC       ?= $(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc)
 CUDA_HOME  ?= $(patsubst %/bin/nvcc,%,$(NVCC))
 NVCC_BITS   = -std=c++17 --fmad=false --ftz=false --prec-div=true --prec-sqrt=true
@@ -86,9 +88,9 @@ $(BUILD)/k3: $(BUILD)/k3_cli.o $(COMMANDS) $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
-$(BUILD)/k3-tier: $(BUILD)/tier_server$(GPU:1=_gpu).o $(GPU:1=$(GPU_OBJECTS)) $(BUILD)/tier_tls.o $(ENGINE)
+$(BUILD)/k3-tier: $(BUILD)/tier_server$(if $(K3_GPU),_gpu).o $(if $(K3_GPU),$(GPU_OBJECTS)) $(BUILD)/tier_tls.o $(ENGINE)
 	$(call say,LD   $@)
-	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS) $(GPU:1=$(GPU_LIBS))
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS) $(if $(K3_GPU),$(GPU_LIBS))
 
 gpu:
 	$(Q)command -v "$(NVCC)" >/dev/null || { echo "make gpu: no nvcc; install the CUDA toolkit 12.4 or \
