@@ -36,8 +36,10 @@ K3_FLAGS_avx512 = -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma \
                   -mprefer-vector-width=512
 K3_FLAGS_neon   =
 
-# The GPU arm of k3-tier: `make gpu`, and from then on whatever is built in this BUILD.
+# The GPU arm of k3-tier: `make gpu`, and from then on whatever is built in this BUILD; GPU=0 does
+# without.
 GPU        ?= $(if $(wildcard $(BUILD)/gpu_tier.o),1)
+K3_GPU     := $(filter-out 0,$(GPU))
 NVCC       ?= $(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc)
 CUDA_HOME  ?= $(patsubst %/bin/nvcc,%,$(NVCC))
 NVCC_BITS   = -std=c++17 --fmad=false --ftz=false --prec-div=true --prec-sqrt=true
@@ -56,7 +58,8 @@ ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 COMMANDS = $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(BUILD)/k3_gpu.o
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
-          $(BUILD)/test_stage $(BUILD)/test_dial $(BUILD)/tier_chaos $(BUILD)/k3-tier-fake
+          $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/tier_chaos \
+          $(BUILD)/k3-tier-fake
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
           $(BUILD)/replay_state $(BUILD)/replay_tier $(BUILD)/replay_slice
 
@@ -85,9 +88,9 @@ $(BUILD)/k3: $(BUILD)/k3_cli.o $(COMMANDS) $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
-$(BUILD)/k3-tier: $(BUILD)/tier_server$(GPU:1=_gpu).o $(GPU:1=$(GPU_OBJECTS)) $(BUILD)/tier_tls.o $(ENGINE)
+$(BUILD)/k3-tier: $(BUILD)/tier_server$(if $(K3_GPU),_gpu).o $(if $(K3_GPU),$(GPU_OBJECTS)) $(BUILD)/tier_tls.o $(ENGINE)
 	$(call say,LD   $@)
-	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS) $(GPU:1=$(GPU_LIBS))
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS) $(if $(K3_GPU),$(GPU_LIBS))
 
 gpu:
 	$(Q)command -v "$(NVCC)" >/dev/null || { echo "make gpu: no nvcc; install the CUDA toolkit 12.4 or \
@@ -145,6 +148,11 @@ $(BUILD)/tier_chaos: tests/tier_chaos.c | $(BUILD)
 $(BUILD)/test_tier $(BUILD)/test_stage: $(BUILD)/%: tests/%.c tier_server.c $(BUILD)/tier_tls.o $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/tier_tls.o $(ENGINE) $(K3_LIBS)
+
+$(BUILD)/test_vram: tests/test_vram.c tests/fake_gpu.c tier_server.c $(BUILD)/tier_tls.o $(ENGINE)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -DK3_HAVE_GPU -Wno-unused-function $(LDFLAGS) -o $@ $< tests/fake_gpu.c \
+	  $(BUILD)/tier_tls.o $(ENGINE) $(K3_LIBS)
 
 # tier_tls.c is included.
 $(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o

@@ -29,7 +29,7 @@
 #define SPANS (4 / TILES)  /* of 128 columns, a chunk                              */
 #define CHUNK (SPANS * 128)
 #define LOW_CODE 128       /* above it a scale needs two factors                   */
-#define WAIT_NS 5000000000ull /* a request that takes longer: the device is lost   */
+#define WAIT_NS 5000000000ull /* what takes longer: the device is lost             */
 
 static int failed(cudaError_t rc, const char *what, char *why, size_t n_why) {
     if (rc == cudaSuccess) return 0;
@@ -733,7 +733,7 @@ extern "C" int gpu_open(gpu **out, const gpu_options *o, char *why, size_t n_why
     return 0;
 }
 
-/* Also after the device was lost: then what can be freed is. */
+/* Also after an error: then what can be freed is. On a device that hangs it may never return. */
 extern "C" void gpu_close(gpu *g) {
     if (!g) return;
     cudaSetDevice(g->o.device);
@@ -769,6 +769,20 @@ static unsigned blocks_of(const matrix *m) {
     return (unsigned)(((uint64_t)m->blocks * m->chunks * 128 + 255) / 256);
 }
 
+/* Until all of an upload is done; a device that hangs is not waited for for ever. */
+static int upload_wait(gpu *g, char *why, size_t n_why) {
+    const struct timespec pause = {0, 20000};
+    uint64_t start = clock_ns();
+    for (;;) {
+        cudaError_t rc = cudaStreamQuery(g->upload_stream);
+        if (rc != cudaErrorNotReady) return failed(rc, "an upload", why, n_why);
+        if (clock_ns() - start >= WAIT_NS) break;
+        nanosleep(&pause, NULL);
+    }
+    snprintf(why, n_why, "gpu: an upload is not done after %u s", (unsigned)(WAIT_NS / 1000000000u));
+    return -1;
+}
+
 extern "C" int gpu_upload(gpu *g, uint32_t slot, const uint8_t *const p[6], char *why,
                           size_t n_why) {
     uint8_t *to = g->slots + (uint64_t)slot * g->l.bytes;
@@ -787,8 +801,7 @@ extern "C" int gpu_upload(gpu *g, uint32_t slot, const uint8_t *const p[6], char
     repack<<<blocks_of(&g->l.down), 256, 0, g->upload_stream>>>(
         to, g->l.down, false, w2, w2 + n_q, w2, w2 + n_q, &g->is_high[slot]);
     TRY(cudaGetLastError());
-    TRY(cudaStreamSynchronize(g->upload_stream));
-    return 0;
+    return upload_wait(g, why, n_why);
 }
 
 static unsigned blocks_for(uint64_t n_tasks, uint32_t n_sm) {
@@ -862,8 +875,10 @@ static int gpu_shape(gpu *g, uint32_t n_rows, uint32_t n_segments, const shape *
     TRY(cudaStreamBeginCapture(g->stream, cudaStreamCaptureModeThreadLocal));
     int rc = gpu_launch(g, &s, why, n_why);
     cudaError_t end = cudaStreamEndCapture(g->stream, &graph);
-    if (rc < 0) return -1;
-    TRY(end);
+    if (rc < 0 || end != cudaSuccess) {
+        if (graph) cudaGraphDestroy(graph);
+        return rc < 0 ? -1 : failed(end, "cudaStreamEndCapture", why, n_why);
+    }
     cudaError_t made = cudaGraphInstantiate(&s.exec, graph, 0);
     cudaGraphDestroy(graph);
     TRY(made);

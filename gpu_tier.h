@@ -5,8 +5,9 @@
  *   - the sums of a request are those of experts.h, bit for bit (NUMERICS 1 to 5);
  *   - nothing is allocated after open but one CUDA graph for each new shape of request, and there
  *     are at most GPU_MAX_SHAPES of those;
- *   - an error of the device is returned with a line that says which call failed; the caller then
- *     closes the arm and goes on without it.
+ *   - an error of the device is returned with a line that says which call failed, and so is a device
+ *     that hangs for five seconds; the caller then goes on without the arm. It does not close it:
+ *     that might never end.
  *
  * Threads: gpu_begin and gpu_end belong to the thread that computes, gpu_upload to one other. A
  * slot that is being uploaded must not be in a request, nor the other way round.

@@ -1016,7 +1016,7 @@ static const char *const *tiers_with_gpu(const cli_args *a, const char *dir, con
     char why[700];
     memcpy(tiers, a->tier, a->n_tier * sizeof *tiers);
     tiers[a->n_tier] = tiers[a->n_tier + 1] = NULL;
-    if (gpu_join(dir, a->pins, address, sizeof address, why, sizeof why)) {
+    if (gpu_join(dir, a->pins, a->psk_file, address, sizeof address, why, sizeof why)) {
         tiers[a->n_tier] = address;
     } else {
         console_clear(con);

@@ -175,7 +175,7 @@ int bench_hop(const cli_args *a); /* k3 bench --hop */
 
 /* --gpu: the address of a k3-tier on this machine that serves this model from VRAM, started if there
  * is none. False and one line in `why` when it cannot be had. */
-bool gpu_join(const char *model_dir, const char *pins, char *address, size_t cap, char *why,
-              size_t n_why);
+bool gpu_join(const char *model_dir, const char *pins, const char *key_file, char *address,
+              size_t cap, char *why, size_t n_why);
 
 #endif

@@ -33,6 +33,8 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t more;
     pthread_t thread;
+    void (*wrote)(void *user, const slice_expert *x, uint32_t n); /* set before the start */
+    void *user;
     bool is_running, is_stopping, is_dead; /* is_dead: the disk would not take any more */
 } keeper;
 
@@ -108,6 +110,7 @@ static void *keep_main(void *arg) {
         uint32_t n = k->n_queue < most ? k->n_queue : most;
         pthread_mutex_unlock(&k->lock);
         bool is_ok = keep_flush(k, n);
+        if (is_ok) k->wrote(k->user, k->queue, n);
         pthread_mutex_lock(&k->lock);
         k->is_dead = !is_ok;
         if (is_ok) {
@@ -126,7 +129,6 @@ static void *keep_main(void *arg) {
 /* Begin, with what is in `dir` already: man->n experts. False: no memory, no thread. */
 static bool keep_start(keeper *k, const char *dir, const slice *man, uint64_t expert_bytes) {
     size_t n_all = (size_t)(man->n_layers - man->n_dense) * man->n_experts;
-    memset(k, 0, sizeof *k);
     k->dir = dir;
     k->man = *man;
     k->expert_bytes = expert_bytes;
@@ -151,6 +153,16 @@ static void keep_add(keeper *k, const slice_expert *x, const uint8_t *bytes) {
         pthread_cond_signal(&k->more);
     }
     pthread_mutex_unlock(&k->lock);
+}
+
+/* Somebody waits for a slot: write now. False when nothing is left to write, or can be. */
+static bool keep_hurry(keeper *k) {
+    if (!k->is_running) return false;
+    pthread_mutex_lock(&k->lock);
+    bool is = !k->is_dead && k->n_queue > 0;
+    pthread_cond_signal(&k->more);
+    pthread_mutex_unlock(&k->lock);
+    return is;
 }
 
 /* Write what is left, and end. False: something was not kept. */

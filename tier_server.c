@@ -110,6 +110,7 @@ typedef struct {
     int32_t *slot_of;   /* [n_moe x n_experts]; NONE, or a slot       */
     float *heat;        /* [n_moe x n_experts]; below 0: unreadable   */
     uint8_t *is_coming; /* [n_moe x n_experts]                        */
+    uint8_t *is_written; /* [n_moe x n_experts]; in the --keep directory  */
     uint8_t *held;      /* [n_moe][map bytes], as clients are told    */
     uint32_t *version;  /* [n_moe] counts changes of a layer's map    */
     uint64_t n_changes;
@@ -120,15 +121,18 @@ typedef struct {
     uint32_t n_readable;      /* experts that can be read here              */
     uint64_t n_warmed, n_evicted;
     bool is_stopping, is_filling;
+    bool is_starved; /* somebody waits for what a request has pinned */
 
     int32_t *vram_of; /* [n_moe x n_experts]; NONE, or a slot in VRAM; all NONE without a GPU */
     vram_slot *vram;
     uint32_t n_vram, n_in_vram, n_twice; /* slots; full ones; experts both here and there */
-    bool has_vram;                       /* the arm works                                 */
+    bool has_vram, is_uploading;         /* the arm works; it takes an expert just now    */
 } store;
 
 #define NONE (-1)
+#define PIN_HEAT 0x1p30f /* of what is kept, beside what is wanted */
 #define WARMERS 4
+#define VRAM_LOOK_S 1
 
 /* ---- One connection (section 6) ---- */
 
@@ -219,7 +223,7 @@ typedef struct {
     int wake_fd;
     FILE *dump;
     uint64_t start_ns, busy_ns; /* busy: last time that something came */
-    uint64_t client_ns;         /* last time that a client was there   */
+    uint64_t client_ns;         /* last time that a client was there, or one who stages */
     uint64_t stats[TIER_N_STATS];
 } server;
 
@@ -278,6 +282,8 @@ static void store_unpin(server *s, const item *items, uint32_t n) {
         if (items[x].i_slot != NONE) s->st.slots[items[x].i_slot].pins--;
         if (items[x].i_vram != NONE) s->st.vram[items[x].i_vram].pins--;
     }
+    if (s->st.is_starved) pthread_cond_broadcast(&s->st.work);
+    s->st.is_starved = false;
     pthread_mutex_unlock(&s->st.lock);
 }
 
@@ -340,36 +346,49 @@ static int64_t warm_fill(const server *s, store *st) {
     return NONE;
 }
 
-/* May a slot's expert be taken from it for one of that heat? Yes when VRAM has it as well. Those that
- * --keep still has to write stay. */
+/* May a slot's expert be taken from it for one of that heat, once nobody uses it? Yes when VRAM has it
+ * as well. Those that --keep still has to write stay. */
 static bool warm_may_evict(const server *s, const slot *x, size_t at, float heat) {
-    if (x->pins > 0 || (x->is_kept && s->o.keep_dir)) return false;
+    if (x->is_kept && s->o.keep_dir && !s->st.is_written[at]) return false;
     if (s->st.vram_of[at] != NONE) return true;
     return !x->is_kept && 1.25f * s->st.heat[at] + 1.0f < heat;
 }
 
-/* Take the coldest slot from its expert: of those that VRAM has as well any, of the others one that
- * is clearly colder than `heat`. Lock held. */
-static int32_t warm_evict(server *s, float heat) {
+/* The coldest slot: of those that VRAM has as well any, of the others one that is clearly colder than
+ * `heat`. Lock held. */
+static int32_t warm_coldest(server *s, float heat) {
     store *st = &s->st;
     int32_t coldest = NONE;
     float least = 0.0f;
-    bool is_twice = false;
+    bool is_twice = false, is_in_use = false;
     for (uint32_t i = 0; i < st->n_slots; i++) {
         size_t at = index_of(s, st->slots[i].il, st->slots[i].ie);
         if (st->slot_of[at] != (int32_t)i || !warm_may_evict(s, &st->slots[i], at, heat)) continue;
         bool is = st->vram_of[at] != NONE;
-        if (coldest != NONE && (is < is_twice || (is == is_twice && st->heat[at] >= least)))
+        is_in_use = is_in_use || st->slots[i].pins > 0;
+        if (st->slots[i].pins > 0 ||
+            (coldest != NONE && (is < is_twice || (is == is_twice && st->heat[at] >= least))))
             continue;
         least = st->heat[at];
         coldest = (int32_t)i;
         is_twice = is;
     }
+    st->is_starved = st->is_starved || (coldest == NONE && is_in_use);
+    return coldest;
+}
+
+/* Take the coldest slot from its expert. Lock held. */
+static int32_t warm_evict(server *s, float heat) {
+    store *st = &s->st;
+    int32_t coldest = warm_coldest(s, heat);
     if (coldest == NONE) return NONE;
     slot *x = &st->slots[coldest];
-    st->slot_of[index_of(s, x->il, x->ie)] = NONE;
-    st->n_twice -= is_twice;
-    if (is_twice) return coldest; /* it is still here */
+    size_t at = index_of(s, x->il, x->ie);
+    st->slot_of[at] = NONE;
+    if (st->vram_of[at] != NONE) { /* it is still here */
+        st->n_twice--;
+        return coldest;
+    }
     store_tell(s, x->il, x->ie, false);
     st->n_held--;
     st->n_evicted++;
@@ -382,19 +401,24 @@ static int32_t warm_slot(server *s, float heat) {
     return st->n_free > 0 ? (int32_t)st->free[--st->n_free] : warm_evict(s, heat);
 }
 
-/* The next expert to read and a slot for it; false when there is none now. Lock held. */
+/* The next expert to read and a slot for it; false when there is none now. Those of --pins take any
+ * slot of another. Lock held. */
 static bool warm_next(server *s, size_t *expert, int32_t *i_slot) {
     store *st = &s->st;
     bool has_room = st->n_free > 0 || st->n_twice > 0;
     const uint32_t i_pin = st->i_pin;
     const uint64_t fill_n = st->fill_n;
-    int64_t pin = has_room ? warm_pin(st) : NONE, i = pin;
-    if (i == NONE) i = warm_wanted(s);
-    if (i == NONE && has_room) i = warm_fill(s, st);
-    if (i == NONE) return false;
-    *i_slot = warm_slot(s, st->heat[i]);
+    int64_t pin = warm_pin(st), i = pin;
+    *i_slot = pin == NONE ? NONE : warm_slot(s, PIN_HEAT);
+    if (*i_slot == NONE) {
+        if (pin != NONE) st->i_pin = i_pin; /* come again */
+        pin = NONE;
+        i = warm_wanted(s);
+        if (i == NONE && has_room) i = warm_fill(s, st);
+        if (i == NONE) return false;
+        *i_slot = warm_slot(s, st->heat[i]);
+    }
     if (*i_slot == NONE) { /* what is here twice is in use just now: come again */
-        st->i_pin = i_pin;
         st->fill_n = fill_n;
         return false;
     }
@@ -476,11 +500,12 @@ static bool vram_next(server *s, uint32_t *i_slot, uint32_t *i_vram) {
     store *st = &s->st;
     int64_t hottest = NONE, to = NONE;
     float most = 0.0f, least = 0.0f;
+    bool is_in_use = false;
     for (uint32_t i = 0; i < st->n_slots; i++) {
         const slot *x = &st->slots[i];
         size_t at = index_of(s, x->il, x->ie);
         if (st->slot_of[at] != (int32_t)i || st->vram_of[at] != NONE) continue;
-        float heat = st->heat[at] + (x->is_kept ? 0x1p30f : 0.0f);
+        float heat = st->heat[at] + (x->is_kept ? PIN_HEAT : 0.0f);
         if (hottest != NONE && heat <= most) continue;
         hottest = i;
         most = heat;
@@ -489,10 +514,13 @@ static bool vram_next(server *s, uint32_t *i_slot, uint32_t *i_vram) {
     for (uint32_t i = 0; i < st->n_vram; i++) {
         const vram_slot *x = &st->vram[i];
         float heat = x->is_full ? 1.25f * st->heat[x->index] + 1.0f : -2.0f;
-        if (x->pins > 0 || x->is_kept || heat >= most || (to != NONE && heat >= least)) continue;
+        if (x->is_kept || heat >= most) continue;
+        is_in_use = is_in_use || x->pins > 0;
+        if (x->pins > 0 || (to != NONE && heat >= least)) continue;
         to = i;
         least = heat;
     }
+    st->is_starved = st->is_starved || (to == NONE && is_in_use);
     *i_slot = (uint32_t)hottest;
     *i_vram = (uint32_t)to;
     return to != NONE;
@@ -521,6 +549,7 @@ static void vram_off(server *s, const char *why) {
     if (st->has_vram) say("%s; going on without the GPU", why);
     st->has_vram = false;
     for (uint32_t i = 0; i < st->n_vram; i++) vram_evict(s, &st->vram[i]);
+    st->i_pin = 0; /* those of --pins that only it held are read again */
     pthread_cond_broadcast(&st->work);
     pthread_mutex_unlock(&st->lock);
 }
@@ -535,11 +564,14 @@ static void vram_fill(server *s, slot *from, uint32_t i_vram) {
     vram_evict(s, to);
     from->pins++;
     to->pins++;
+    st->is_uploading = true;
     pthread_mutex_unlock(&st->lock);
     if (gpu_upload(s->gpu, i_vram, x.p, why, sizeof why) < 0) vram_off(s, why);
     pthread_mutex_lock(&st->lock);
     from->pins--;
     to->pins--;
+    st->is_uploading = false;
+    pthread_cond_broadcast(&st->work); /* its slot may go */
     if (!st->has_vram) return;
     to->index = (uint32_t)i;
     to->is_full = true;
@@ -547,20 +579,28 @@ static void vram_fill(server *s, slot *from, uint32_t i_vram) {
     st->vram_of[i] = (int32_t)i_vram;
     st->n_in_vram++;
     st->n_twice++;
-    pthread_cond_broadcast(&st->work); /* its slot may go */
 }
 
-/* The thread that fills VRAM. */
+/* The thread that fills VRAM. Nobody wakes it when an expert that is here is used, so it looks for
+ * itself now and then whether another is the hottest. */
 static void *vram_main(void *arg) {
     server *s = arg;
     store *st = &s->st;
     uint32_t i_slot, i_vram;
+    uint64_t one = 1;
     pthread_mutex_lock(&st->lock);
     while (!st->is_stopping) {
-        if (st->has_vram && vram_next(s, &i_slot, &i_vram))
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_sec += VRAM_LOOK_S;
+        if (st->has_vram && vram_next(s, &i_slot, &i_vram)) {
             vram_fill(s, &st->slots[i_slot], i_vram);
-        else
+            if (write(s->wake_fd, &one, sizeof one) < 0) continue; /* it is awake */
+        } else if (st->has_vram) {
+            pthread_cond_timedwait(&st->work, &st->lock, &until);
+        } else {
             pthread_cond_wait(&st->work, &st->lock);
+        }
     }
     pthread_mutex_unlock(&st->lock);
     return NULL;
@@ -1140,8 +1180,23 @@ static const char *stage_config(server *s, const uint8_t *config, size_t n) {
     return TIER_WHY_MODEL "its config.json describes another than it brings";
 }
 
+/* Experts were written, for the thread that does it: when VRAM has them as well their slots may go. */
+static void stage_wrote(void *user, const slice_expert *x, uint32_t n) {
+    server *s = user;
+    uint64_t one = 1;
+    pthread_mutex_lock(&s->st.lock);
+    for (uint32_t k = 0; k < n; k++) s->st.is_written[index_of(s, x[k].il, x[k].ie)] = 1;
+    pthread_cond_broadcast(&s->st.work);
+    pthread_mutex_unlock(&s->st.lock);
+    if (write(s->wake_fd, &one, sizeof one) < 0) return; /* it is awake */
+}
+
 /* From now on what is staged is kept. */
 static void stage_keep(server *s, const slice *man) {
+    for (uint32_t k = 0; k < man->n; k++)
+        s->st.is_written[index_of(s, man->list[k].il, man->list[k].ie)] = 1;
+    s->keep.wrote = stage_wrote;
+    s->keep.user = s;
     if (!keep_start(&s->keep, s->o.keep_dir, man, s->expert_bytes))
         say("--keep %s: no memory or no thread for it; nothing is kept", s->o.keep_dir);
 }
@@ -1183,7 +1238,7 @@ static const char *stage_adopt(server *s, const tier_model *m, const uint8_t *p,
     if (s->has_model) {
         say("takes %llu experts of the model with fingerprint %016llx; room for %u",
             (unsigned long long)s->n_moe * m->n_experts, (unsigned long long)m->fingerprint,
-            s->st.n_slots);
+            s->st.n_slots + s->st.n_vram);
         return NULL;
     }
     memory_close(s);
@@ -1241,6 +1296,32 @@ static enum tier_verdict stage_room(server *s, size_t i, int32_t *i_slot) {
         st->is_coming[i] = 1;
     pthread_mutex_unlock(&st->lock);
     return v;
+}
+
+/* Is there a slot whose expert VRAM has, and that stays only until --keep has written it? Lock held. */
+static bool stage_has_unwritten(const server *s) {
+    const store *st = &s->st;
+    for (uint32_t i = 0; s->o.keep_dir && i < st->n_slots; i++) {
+        size_t at = index_of(s, st->slots[i].il, st->slots[i].ie);
+        if (st->slot_of[at] == (int32_t)i && st->slots[i].is_kept && st->vram_of[at] != NONE &&
+            !st->is_written[at])
+            return true;
+    }
+    return false;
+}
+
+/* Is the frame at the front of `in` an offer for which there is room as soon as VRAM, and the disk
+ * with --keep, have taken what lies in a slot? */
+static bool stage_must_wait(server *s, const conn *c) {
+    store *st = &s->st;
+    uint32_t i_slot, i_vram;
+    if (c->state != C_STAGE || !c->stage.has_begun || c->in[4] != TIER_OFFER) return false;
+    pthread_mutex_lock(&st->lock);
+    bool is_full = st->has_vram && st->n_free == 0 && warm_coldest(s, STAGE_HEAT) == NONE,
+         is_coming = is_full && (st->is_uploading || vram_next(s, &i_slot, &i_vram)),
+         is_unwritten = is_full && !is_coming && stage_has_unwritten(s);
+    pthread_mutex_unlock(&st->lock);
+    return is_coming || (is_unwritten && keep_hurry(&s->keep));
 }
 
 static bool stage_offer(server *s, conn *c, uint64_t id, const uint8_t *p, size_t n) {
@@ -1304,10 +1385,10 @@ static void stage_done(server *s, size_t i, int32_t i_slot, const expert_view *x
     s->stats[TIER_STAT_STAGED]++;
     store_tell(s, to->il, to->ie, true);
     const slice_expert kept = {to->il, to->ie, sum};
-    bool is_kept = to->is_kept;
+    bool is_kept = to->is_kept && !st->is_written[i];
     if (st->has_vram) pthread_cond_broadcast(&st->work);
     pthread_mutex_unlock(&st->lock);
-    if (is_kept) keep_add(&s->keep, &kept, x->p[0]); /* its slot stays its own */
+    if (is_kept) keep_add(&s->keep, &kept, x->p[0]); /* its slot stays its own until then */
 }
 
 static bool stage_commit(server *s, conn *c, uint64_t id, const uint8_t *p, size_t n) {
@@ -1619,6 +1700,7 @@ static bool serve_round(server *s) {
     for (uint32_t i = 0; i < MAX_CONNS; i++) {
         conn *c = &s->conns[i];
         if (c->state == C_FREE || c->state == C_HTTP || c->state == C_CLOSING) continue;
+        if (c->has_frame && stage_must_wait(s, c)) continue;
         if (c->has_frame && c->n_out == 0 && (!conn_act(s, c) || !conn_look(s, c))) continue;
         has_more = has_more || (c->has_frame && c->n_out == 0);
         if (c->state != C_UP || c->n_out > 0) continue;
@@ -2003,6 +2085,12 @@ static void memory_readable(server *s) {
         }
 }
 
+static int vram_fail(server *s, const char *why) {
+    gpu_close(s->gpu);
+    s->gpu = NULL;
+    return fail(FAIL_IO, "%s", why);
+}
+
 /* The GPU, and a list of what it holds. */
 static int vram_open(server *s) {
     store *st = &s->st;
@@ -2017,22 +2105,35 @@ static int vram_open(server *s) {
                      s->o.vram};
     gpu_info info;
     char why[512];
-    if (gpu_open(&s->gpu, &o, why, sizeof why) < 0) return fail(FAIL_IO, "%s", why);
+    if (gpu_open(&s->gpu, &o, why, sizeof why) < 0) return vram_fail(s, why);
     gpu_info_get(s->gpu, &info);
-    st->n_vram = info.n_slots;
     st->vram = calloc(info.n_slots, sizeof *st->vram);
     s->gpu_items = calloc(s->m.n_experts, sizeof *s->gpu_items);
     s->gpu_bad = calloc(s->m.n_experts, 1);
-    if (!st->vram || !s->gpu_items || !s->gpu_bad) return fail(FAIL_IO, "out of memory for --gpu");
-    st->has_vram = true;
+    if (!st->vram || !s->gpu_items || !s->gpu_bad) return vram_fail(s, "out of memory for --gpu");
     say("%s: room for %u experts in %.1f GiB of VRAM", info.name, info.n_slots,
         (double)info.vram_bytes / 0x1p30);
+    pthread_mutex_lock(&st->lock); /* of an empty box, the thread is there already */
+    st->n_vram = info.n_slots;
+    st->has_vram = true;
+    pthread_mutex_unlock(&st->lock);
+    return DONE;
+}
+
+/* A box without a model learns later what it holds, but now whether there is a GPU for it. */
+static int vram_probe(const server *s) {
+    gpu_options o = {32, 32, 1, 1, 1, 4.0f, 25.0f, (int)s->o.gpu_device, 1u << 20};
+    char why[512];
+    gpu *g;
+    if (gpu_open(&g, &o, why, sizeof why) < 0) return fail(FAIL_IO, "%s", why);
+    gpu_close(g);
     return DONE;
 }
 
 /* Divide --ram: tables, clients, scratch, and experts with what is left. */
 static int memory_open(server *s) {
     store *st = &s->st;
+    int rc;
     size_t lat = s->m.latent, n = (size_t)s->n_moe * s->m.n_experts,
            pairs = (size_t)TIER_MAX_ROWS * s->m.top_k;
     st->slot_bytes = (s->expert_bytes + 4095) / 4096 * 4096;
@@ -2047,7 +2148,7 @@ static int memory_open(server *s) {
                        s->m.n_experts * (sizeof(item) + sizeof(item *));
     uint64_t tls = s->tls ? TLS_SHARED_BYTES + TIER_TLS_BYTES * (s->o.clients + MAX_STATUS) : 0;
     uint64_t stagers = MAX_STAGERS * (TIER_MAX_PIECE + tier_resident_bytes(&s->m, s->n_moe) + 8192);
-    uint64_t fixed = OVERHEAD_BYTES + n * (4 + 4 + 4 + 1 + 60) +
+    uint64_t fixed = OVERHEAD_BYTES + n * (4 + 4 + 4 + 1 + 1 + 60) +
                      (s->o.has_gpu ? GPU_BYTES : 0) + client * s->o.clients + scratch + tls +
                      stagers + (s->o.keep_dir ? n * 168 + (8u << 20) : 0) +
                      (s->part ? n * (60 + 8 + sizeof(slice_expert) + 4) : 0);
@@ -2065,6 +2166,7 @@ static int memory_open(server *s) {
     st->vram_of = malloc(n * sizeof *st->vram_of);
     st->heat = calloc(n, sizeof *st->heat);
     st->is_coming = calloc(n, 1);
+    st->is_written = calloc(n, 1);
     st->held = calloc(s->n_moe, tier_map_bytes(s->m.n_experts));
     st->version = calloc(s->n_moe, sizeof *st->version);
     s->zp = take(lat, sizeof(float));
@@ -2075,9 +2177,9 @@ static int memory_open(server *s) {
     s->batch = calloc(s->m.n_experts, sizeof(item *));
     s->pair_row = calloc(pairs, sizeof *s->pair_row);
     s->pair_w = calloc(pairs, sizeof *s->pair_w);
-    if (!st->bytes || !st->slots || !st->free || !st->pins || !st->slot_of || !st->vram_of || !st->heat ||
-        !st->is_coming || !st->held || !st->version || !s->zp || !s->zpair || !s->hpair ||
-        !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w)
+    if (!st->bytes || !st->slots || !st->free || !st->pins || !st->slot_of || !st->vram_of ||
+        !st->heat || !st->is_coming || !st->is_written || !st->held || !st->version || !s->zp ||
+        !s->zpair || !s->hpair || !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w)
         return fail(FAIL_IO, "out of memory for %u experts", st->n_slots);
     memory_readable(s);
     memset(st->slot_of, 0xff, n * sizeof *st->slot_of);
@@ -2086,7 +2188,10 @@ static int memory_open(server *s) {
         st->free[st->n_free++] = i;
         st->slots[i].il = s->m.n_dense; /* an expert there is, though not this slot's */
     }
-    return s->o.has_gpu ? vram_open(s) : DONE;
+    rc = s->o.has_gpu ? vram_open(s) : DONE;
+    if (rc == DONE || s->o.model_dir || s->o.slice_dir) return rc;
+    say("going on without the GPU"); /* whoever stages is not to blame */
+    return DONE;
 }
 
 /* Files and geometry of a directory; of a slice with experts_only. */
@@ -2190,7 +2295,7 @@ static int empty_open(server *s) {
     s->n_threads = (uint32_t)n_threads;
     if (s->o.pins) return fail(FAIL_USAGE, "--pins: there is no --model to read them from");
     if (s->o.sums) return fail(FAIL_USAGE, "--sums: there is no --model that they are of");
-    return DONE;
+    return s->o.has_gpu ? vram_probe(s) : DONE;
 }
 
 /* One box a directory: two would write the same files. The lock goes with the process. */
@@ -2315,10 +2420,10 @@ static void memory_close(server *s) {
                   {s->zpair, BATCH_PAIRS * (size_t)s->m.latent * sizeof(float)},
                   {s->hpair, BATCH_PAIRS * (size_t)s->m.inter * sizeof(float)},
                   {s->local, s->n_threads * s->local_floats * sizeof(float)}};
-    void *block[] = {st->slots,     st->free,    st->pins,    st->slot_of, st->heat,
-                     st->is_coming, st->held,    st->version, st->order,   s->items,
-                     s->batch,      s->pair_row, s->pair_w,   st->vram_of, st->vram,
-                     s->gpu_items,  s->gpu_bad};
+    void *block[] = {st->slots,      st->free,     st->pins,    st->slot_of, st->heat,
+                     st->is_coming,  st->held,     st->version, st->order,   s->items,
+                     st->is_written, s->batch,     s->pair_row, s->pair_w,   st->vram_of,
+                     st->vram,       s->gpu_items, s->gpu_bad};
     for (size_t i = 0; i < COUNT(region); i++)
         if (region[i].p) munmap(region[i].p, region[i].n + 1);
     for (size_t i = 0; i < COUNT(block); i++) free(block[i]);
@@ -2329,13 +2434,15 @@ static void memory_close(server *s) {
     st->slot_of = st->vram_of = NULL;
     st->vram = NULL;
     st->n_vram = st->n_in_vram = st->n_twice = 0;
-    st->has_vram = false;
     s->gpu_items = NULL;
     s->gpu_bad = NULL;
-    gpu_close(s->gpu);
-    s->gpu = NULL;
+    if (st->has_vram) { /* a device that hangs would never let it go */
+        gpu_close(s->gpu);
+        s->gpu = NULL;
+    }
+    st->has_vram = false;
     st->heat = NULL;
-    st->is_coming = st->held = NULL;
+    st->is_coming = st->is_written = st->held = NULL;
     s->items = NULL;
     s->batch = NULL;
     s->pair_row = NULL;
@@ -2348,8 +2455,8 @@ static bool server_close(server *s) {
     for (uint32_t i = 0; i < MAX_CONNS; i++)
         if (s->conns[i].state != C_FREE) conn_close(s, &s->conns[i], NULL);
     for (uint32_t i = 0; i < s->n_listen; i++) {
+        if (s->listen[i].path[0]) unlink(s->listen[i].path); /* before another takes the name */
         close(s->listen[i].fd);
-        if (s->listen[i].path[0]) unlink(s->listen[i].path);
     }
     bool is_kept = keep_stop(&s->keep);
     if (s->keep_fd > 0) close(s->keep_fd);

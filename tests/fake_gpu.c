@@ -5,6 +5,7 @@
  *   FAKE_GPU_BEGIN=N        the Nth gpu_begin fails, and everything after it
  *   FAKE_GPU_END=N          the same of gpu_end
  *   FAKE_GPU_UPLOAD=N       the same of gpu_upload
+ *   FAKE_GPU_UPLOAD_US=N   an upload takes so long
  *   FAKE_GPU_BAD=N          the Nth request says that its first expert is out of range
  */
 #include "../experts.h"
@@ -13,6 +14,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
 
 struct gpu {
     gpu_options o;
@@ -47,7 +49,10 @@ uint64_t gpu_slot_bytes(uint32_t latent, uint32_t inter) {
 int gpu_open(gpu **out, const gpu_options *o, char *why, size_t n_why) {
     gpu *g = calloc(1, sizeof *g);
     *out = NULL;
-    if (!g) return -1;
+    if (!g) {
+        snprintf(why, n_why, "gpu: out of memory");
+        return -1;
+    }
     g->o = *o;
     g->one = gpu_slot_bytes(o->latent, o->inter);
     for (int k = 0; k < 6; k++) g->part[k] = (uint64_t)o->latent * o->inter / (k % 2 ? 32 : 2);
@@ -57,6 +62,7 @@ int gpu_open(gpu **out, const gpu_options *o, char *why, size_t n_why) {
     g->math = (expert_math){&k3_kernels_ref, o->latent, o->inter, o->beta, o->linear_beta};
     if (!g->bytes || !g->items || g->n_slots == 0) {
         snprintf(why, n_why, "gpu: no room");
+        gpu_close(g);
         return -1;
     }
     *out = g;
@@ -79,6 +85,8 @@ void gpu_info_get(const gpu *g, gpu_info *out) {
 
 int gpu_upload(gpu *g, uint32_t slot, const uint8_t *const p[6], char *why, size_t n_why) {
     uint8_t *to = g->bytes + slot * g->one;
+    uint64_t us = setting("FAKE_GPU_UPLOAD_US", 0);
+    nanosleep(&(struct timespec){.tv_nsec = (long)us * 1000}, NULL);
     if (slot >= g->n_slots || fails("FAKE_GPU_UPLOAD", &g->n_uploaded, why, n_why)) return -1;
     for (int k = 0; k < 6; to += g->part[k++]) memcpy(to, p[k], g->part[k]);
     return 0;
@@ -99,8 +107,8 @@ int gpu_begin(gpu *g, const float *z, uint32_t n_rows, const gpu_item *items, ui
 
 static void compute(gpu *g, const gpu_item *it, int64_t *Q, uint8_t *is_bad) {
     size_t lat = g->o.latent, inter = g->o.inter;
-    float *zp = aligned_alloc(64, lat * 4), *hp = aligned_alloc(64, inter * 4),
-          local[2 * ROW_TILE];
+    float *zp = aligned_alloc(64, (lat * 4 + 63) / 64 * 64),
+          *hp = aligned_alloc(64, (inter * 4 + 63) / 64 * 64), local[2 * ROW_TILE];
     expert_view x;
     const uint8_t *p = g->bytes + it->slot * g->one;
     for (int k = 0; k < 6; p += g->part[k++]) x.p[k] = p;

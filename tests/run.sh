@@ -59,6 +59,7 @@ run "$BUILD/test_stream" demo $quick
 run "$BUILD/test_state" demo tests/data $quick
 run "$BUILD/test_tier" demo
 run "$BUILD/test_stage" demo
+run "$BUILD/test_vram" demo
 run "$BUILD/test_dial"
 for target in text config header index state tier slice; do replay $target; done
 if [ -n "$only_bits" ]; then

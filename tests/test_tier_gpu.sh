@@ -16,7 +16,7 @@ is_device=
 [ "${2:-}" = --device ] && is_device=1
 T=$(mktemp -d "${TMPDIR:-/tmp}/k3-vram-XXXXXX") || exit 1
 n_passed=0 n_failed=0 n_skipped=0 box=
-trap 'kill $box 2>/dev/null; rm -rf "$T"' EXIT
+trap 'kill $box $(pgrep -f "$T/k3-gpu") 2>/dev/null; rm -rf "$T"' EXIT
 args=(-q --json --no-stop --model "$MODEL" --tokens 24 --threads 1 --ram "${RAM:-90M}")
 prompt="Once upon a time there was a duck"
 
@@ -104,17 +104,100 @@ for n in 1 10; do
     unset FAKE_GPU_BAD
 done
 
-# Started and joined by a flag.
+# What is staged goes through a few slots into VRAM, though bringing it is faster; with --keep it is
+# written, too, before its slot goes, once.
+cp -r "$MODEL" "$T/model with a space"
+export FAKE_GPU_UPLOAD_US=3000
+for keep in "" "--keep $T/kept"; do
+    [ -z "$box" ] || { kill "$box" && wait "$box"; } 2>/dev/null
+    rm -f "$T/box.sock"
+    # shellcheck disable=SC2086
+    "$K3_TIER" --gpu --threads 1 --ram "$((floor + 60 * 12400 + (${#keep} > 0 ? 9000000 : 0)))" --vram 1G --listen "unix:$T/box.sock" $keep 2>"$T/box.err" &
+    box=$!
+    for _ in $(seq 500); do [ -S "$T/box.sock" ] && break; sleep 0.02; done
+    timeout -k 1 60 "$K3" stage --model "$MODEL" --to "unix:$T/box.sock" >"$T/out" 2>"$T/err"
+    rc=$?
+    if [ $rc = 0 ] && grep -q " 0 left out" "$T/out"; then pass; else fail "staged into VRAM $keep" "exit $rc: $(cat "$T/out")"; fi
+    wait_for vram_experts_held 240
+    run; check "staged into VRAM $keep" gpu_experts_served_total 200
+done
+unset FAKE_GPU_UPLOAD_US
+kill "$box" && wait "$box" 2>/dev/null
+n=$(grep -cE '^[0-9]+ [0-9]+ [0-9a-f]{16}$' "$T/kept/k3.slice")
+[ "$n" = 256 ] && pass || fail "staged, kept" "$n experts listed"
+"$K3_TIER" --ram 1M --slice "$T/kept" --listen "unix:$T/no.sock" 2>&1 | grep -q "give" && pass || fail "staged, kept" "the slice is not whole"
+
+box --ram 1G --vram 1G # from here on nobody else's
+
+# Started and joined by a flag: one box for two that come at once, and it holds on to nothing of
+# whoever started it.
 export K3_TIER XDG_RUNTIME_DIR=$T
-timeout -k 1 120 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$prompt" >"$T/out" 2>"$T/err"
-check "k3 run --gpu" experts_held 0
-first=$(pgrep -f "$T/k3-gpu" | tr '\n' ' ')
-timeout -k 1 120 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$prompt" >"$T/out" 2>"$T/err"
-check "k3 run --gpu again" experts_held 0
-if [ -n "$first" ] && [ "$(pgrep -f "$T/k3-gpu" | tr '\n' ' ')" = "$first" ]; then pass; else fail "--gpu" "did not join the one there is"; fi
+boxes() { pgrep -f "$T/k3-gpu" | tr '\n' ' '; }
+gpu_run() { timeout -k 1 60 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$@" "$prompt" >"$T/out" 2>"$T/err"; }
+(timeout -k 1 120 "$K3" run "${args[@]}" --gpu "$prompt" >"$T/other.out" 2>&1 9>"$T/held") &
+other=$!
+gpu_run 9>"$T/held"; check "k3 run --gpu" experts_held 0
+wait $other
+first=$(boxes)
+[ "$(echo "$first" | wc -w)" = 1 ] && pass || fail "two at once" "'$first' are there"
+gpu_run; check "k3 run --gpu again" experts_held 0
+if [ -n "$first" ] && [ "$(boxes)" = "$first" ]; then pass; else fail "--gpu" "did not join the one there is"; fi
 [ "$(field far_served)" -gt 100 ] && pass || fail "--gpu" "$(field far_served) served"
+left=$(readlink "/proc/${first%% *}/fd/"* "/proc/${first%% *}/cwd" | grep -e "$T/held" -e "^$PWD$" -e /dev/pts -e "$T/other" | head -1)
+[ -z "$left" ] && pass || fail "--gpu" "the box holds $left"
+
+# Another model in the place of this one has a box of its own; a path may have spaces.
+gpu_run --model "$T/model with a space"; check "a space" experts_held 0
+two=$(boxes)
+mv "$T/model with a space/config.json" "$T/config" && cp "$T/config" "$T/model with a space/config.json"
+gpu_run --model "$T/model with a space"; check "replaced, cold" experts_held 0
+gpu_run --model "$T/model with a space"; check "replaced" experts_held 0
+if [ "$(echo "$two" | wc -w) $(boxes | wc -w)" = "2 3" ]; then pass; else fail "replaced" "'$two', then '$(boxes)'"; fi
+[ "$(field far_served)" -gt 0 ] && pass || fail "replaced" "nothing served"
+
+# A key that the user's other boxes have.
+(umask 077 && head -c 32 /dev/urandom >"$T/key")
+gpu_run --psk-file "$T/key"; check "a key, cold" experts_held 0
+gpu_run --psk-file "$T/key"; check "a key" experts_held 0
+[ "$(field far_served)" -gt 0 ] && pass || fail "a key" "$(cat "$T/err")"
+# shellcheck disable=SC2046
+kill $(boxes) 2>/dev/null
+for _ in $(seq 200); do [ -z "$(boxes)" ] && break; sleep 0.02; done
+
+# A box that was killed leaves its socket; one that hangs holds up nobody.
+gpu_run; check "started once more" experts_held 0
+first=$(boxes)
 # shellcheck disable=SC2086
-kill $first 2>/dev/null
+kill -9 $first
+gpu_run; check "after a stale socket, cold" experts_held 0
+gpu_run; check "after a stale socket" experts_held 0
+[ -n "$(boxes)" ] && [ "$(field far_served)" -gt 0 ] && pass || fail "stale socket" "no box"
+first=$(boxes)
+sock=$(tr '\0' '\n' <"/proc/${first%% *}/cmdline" | sed -n 's/^unix://p')
+# shellcheck disable=SC2086
+kill $first
+for _ in $(seq 200); do [ -z "$(boxes)" ] && break; sleep 0.02; done
+if command -v python3 >/dev/null; then
+    python3 -c 'import socket, sys, time
+s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(0)
+c = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+for x in c: x.setblocking(False); x.connect_ex(sys.argv[1])
+print("full", flush=True); time.sleep(60)' "$sock" >"$T/full" &
+    hung=$!
+    for _ in $(seq 200); do [ -s "$T/full" ] && break; sleep 0.02; done
+    gpu_run; check "one that hangs" experts_held 0
+    kill $hung
+    rm -f "$sock"
+else
+    echo "tier_gpu: SKIP one that hangs: no python3"
+    n_skipped=$((n_skipped + 1))
+fi
+
+# A runtime directory that is too long a name, or cannot be written.
+long=$T/$(printf 'x%.0s' $(seq 100))
+mkdir "$long"
+XDG_RUNTIME_DIR=$long K3_TIER=/nowhere gpu_run; check "long name" experts_held 0
+[ -z "$(find "$T" -maxdepth 1 -name 'x*' ! -path "$long")" ] && pass || fail "long name" "another directory was made"
 K3_TIER=/nowhere timeout -k 1 60 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$prompt" >"$T/out" 2>"$T/err"
 check "no k3-tier" experts_held 0
 grep -q "without" "$T/err" && pass || fail "no k3-tier" "does not say so"
