@@ -212,6 +212,9 @@ XDG_RUNTIME_DIR=$long K3_TIER=/nowhere gpu_run; check "long name" experts_held 0
 K3_TIER=/nowhere timeout -k 1 60 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$prompt" >"$T/out" 2>"$T/err"
 check "no k3-tier" experts_held 0
 grep -q "without" "$T/err" && pass || fail "no k3-tier" "does not say so"
+many=()
+for i in $(seq 16); do many+=(--tier "unix:$T/none$i"); done
+gpu_run "${many[@]}"; check "as many boxes as there can be" experts_held 0
 
 echo "tier_gpu: $n_passed passed, $n_failed failed, $n_skipped skipped"
 [ $n_failed = 0 ]
