@@ -3422,6 +3422,20 @@ static int fail_no_command(const char *arg) {
     return fail(FAIL_USAGE, "unknown option %s: see `k3 help`", arg);
 }
 
+/* Options about boxes, and no box: a slip, and what it was to protect is not. */
+static int args_for_boxes(const cli_args *a) {
+    static const char *const name[] = {"--psk-file", "--tier-ca",    "--tier-cert",
+                                       "--tier-key", "--tier-audit", "--tier-hedge"};
+    size_t n = a->n_tier + a->gpu;
+    if (is_given(a, "--tier-hedge") && n == 1)
+        return fail(FAIL_USAGE,
+                    "--tier-hedge: there is one box, and no second to ask; give two --tier");
+    for (size_t i = 0; i < COUNT(name) && n + a->n_hop == 0 && !a->to; i++)
+        if (is_given(a, name[i]))
+            return fail(FAIL_USAGE, "%s: of which box? give --tier ADDR as well", name[i]);
+    return DONE;
+}
+
 static int dispatch(int argc, char **argv) {
     cli_args a;
     bool wants_help = false;
@@ -3442,6 +3456,7 @@ static int dispatch(int argc, char **argv) {
     if (!cmd) return fail_unknown_command(name);
     int rc = args_parse(&a, cmd, argc - 2, argv + 2, &wants_help);
     if (wants_help) return help_command(cmd);
+    if (rc == DONE) rc = args_for_boxes(&a);
     return rc != DONE ? rc : cmd->run(&a);
 }
 

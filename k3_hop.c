@@ -136,8 +136,10 @@ static int hop_dial(hop *h, uint32_t n, uint32_t *ids) {
     while (!hop_is_up(h)) {
         hop_notes(h, why, sizeof why);
         if (clock_ns() - start > UP_MS * 1000000ull || interrupted)
-            return fail(FAIL_IO, "%s: cannot be reached (%s): is k3-tier running there?", h->addr,
-                        why);
+            return fail(FAIL_IO,
+                        "%s: cannot be asked (%s); `k3-tier status` tells of a box that is "
+                        "there",
+                        h->addr, why);
         hop_sleep(10);
     }
     for (start = clock_ns(); hop_layers(h, n, ids, &held) == 0; tier_begin(h->far)) {
@@ -548,6 +550,10 @@ static int hop_check(const cli_args *a) {
     if (a->n_tier)
         return fail(FAIL_USAGE, "bench: --tier runs the model with boxes, --hop measures the boxes "
                                 "alone; give one of them");
+    if (a->tier_hedge || a->tier_audit || a->tier_wait)
+        return fail(FAIL_USAGE,
+                    "bench: --tier-hedge, --tier-audit and --tier-wait are for --tier; --hop "
+                    "asks one box and compares all it says");
     if (n_tls == 0 && (a->tier_ca || a->tier_cert || a->tier_key))
         return fail(FAIL_USAGE, "bench: --tier-ca, --tier-cert and --tier-key are for tls: boxes; "
                                 "write --hop tls:ADDR");

@@ -393,7 +393,7 @@ static void shards_sweep(const slicing *s) {
 
 /* The list so far, locked; what it says beyond whole shards is forgotten. */
 static int list_open(slicing *s) {
-    char path[4352], head[LIST_ROOM];
+    char path[4352], whole[4352], head[LIST_ROOM];
     size_t n = 0, n_head = slice_head_write(&s->man, head);
     slice there = {.n_done = 0};
     path_make(s, path, SLICE_PART);
@@ -401,6 +401,11 @@ static int list_open(slicing *s) {
     if (s->fd_list < 0) return fail(FAIL_IO, "%s: %s", path, strerror(errno));
     if (flock(s->fd_list, LOCK_EX | LOCK_NB) != 0)
         return fail(FAIL_IO, "%s: another process is writing this slice", path);
+    path_make(s, whole, SLICE_NAME);
+    if (access(whole, F_OK) == 0) { /* another process was, until just now */
+        unlink(path);
+        return fail(FAIL_IO, "%s: was just finished by another process; start again to see", whole);
+    }
     char *text = slice_file_read(path, SLICE_MAX_BYTES, &n);
     if (!text) return fail(FAIL_IO, "%s: %s", path, strerror(errno));
     bool is_begun = n >= n_head || memcmp(text, head, n) != 0;
@@ -639,10 +644,7 @@ static int wire_address(wire *w, const cli_args *a) {
     w->trust = (tier_trust){a->tier_ca, a->tier_cert, a->tier_key, "--tier"};
     if (!w->addr || !w->addr[0]) return fail(FAIL_USAGE, "stage: --to ADDR: which box?");
     if (!tier_addr_parse(w->addr, &w->to))
-        return fail(FAIL_USAGE,
-                    "--to: '%s' is no address; give HOST:PORT, [V6]:PORT, tls:HOST:PORT or "
-                    "unix:PATH",
-                    w->addr);
+        return fail(FAIL_USAGE, "--to: '%s' is no address; %s", w->addr, tier_addr_advice(w->addr));
     if (!w->to.is_tls && (a->tier_ca || a->tier_cert || a->tier_key))
         return fail(FAIL_USAGE, "--tier-%s: --to is not dialled with TLS: write tls:ADDR",
                     a->tier_ca     ? "ca"

@@ -645,6 +645,14 @@ static inline bool tier_addr_parse(const char *text, tier_addr *a) {
     return true;
 }
 
+/* What to write instead of a text that is no address. */
+static inline const char *tier_addr_advice(const char *text) {
+    const tier_addr *a = NULL;
+    if (strncmp(text, "unix:", 5) == 0 && strlen(text + 5) >= sizeof a->path)
+        return "the path of a socket has at most 107 bytes";
+    return "give HOST:PORT, [V6]:PORT, tls:HOST:PORT or unix:PATH";
+}
+
 /* Small frames at once, and large buffers. */
 static inline void tier_socket_tune(int fd) {
     int one = 1, room = 4 << 20;

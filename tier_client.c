@@ -846,12 +846,11 @@ int tier_open(tier **out, const tier_model *m, const tier_options *o, void *bloc
     for (uint32_t i = 0; o->boxes[i]; i++) {
         box *b = &t->boxes[i];
         if (i == TIER_MAX_BOXES || !tier_addr_parse(o->boxes[i], &b->addr)) {
-            snprintf(why, n_why,
-                     i == TIER_MAX_BOXES
-                         ? "tier: %s is one box too many; 16 is the most"
-                         : "tier: '%s' is no address; give HOST:PORT, [V6]:PORT, tls:HOST:PORT or "
-                           "unix:PATH",
-                     o->boxes[i]);
+            if (i == TIER_MAX_BOXES)
+                snprintf(why, n_why, "tier: %s is one box too many; 16 is the most", o->boxes[i]);
+            else
+                snprintf(why, n_why, "tier: '%s' is no address; %s", o->boxes[i],
+                         tier_addr_advice(o->boxes[i]));
             tier_close(t);
             return -1;
         }

@@ -290,7 +290,7 @@ static size_t on_bytes(char *p, size_t size, size_t n, void *user) {
 }
 
 static bool is_loopback_name(const char *host) {
-    return strcmp(host, "localhost") == 0 || strncmp(host, "127.", 4) == 0 ||
+    return strcasecmp(host, "localhost") == 0 || strncmp(host, "127.", 4) == 0 ||
            strcmp(host, "::1") == 0;
 }
 
@@ -370,23 +370,45 @@ static int dial_distrust(tier_link *l, const tier_addr *a) {
                      X509_verify_cert_error_string(v), l->flag);
 }
 
+/* The variable whose proxy is asked for this address, where there is one. */
+static const char *proxy_name(const tier_addr *a) {
+    static const char *const name[2][4] = {
+        {"http_proxy", "all_proxy", "ALL_PROXY", NULL},
+        {"https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"}};
+    for (int i = 0; i < 4 && name[a->is_tls][i] && !a->is_unix && !is_loopback_name(a->host); i++) {
+        const char *v = getenv(name[a->is_tls][i]);
+        if (v && *v) return name[a->is_tls][i];
+    }
+    return NULL;
+}
+
+/* Why a dial failed, in its own words; with a proxy set it may be the proxy that says so. */
+static int dial_said(tier_link *l, const tier_addr *a, const char *said) {
+    const char *proxy = proxy_name(a);
+    return link_fail(l, "%s%s%s%s", said, proxy ? " (a proxy is set: see " : "", proxy ? proxy : "",
+                     proxy ? " and no_proxy)" : "");
+}
+
 static int dial_fail(tier_link *l, const tier_addr *a, int rc) {
     static const char own[] = "Failed to connect to ";
     const char *said = l->detail[0] ? l->detail : curl_easy_strerror((CURLcode)rc);
+    char no_tls[sizeof l->detail + 32];
     long number = 0;
     curl_easy_getinfo(l->curl, CURLINFO_OS_ERRNO, &number);
     l->was_there = rc == CURLE_PEER_FAILED_VERIFICATION || rc == CURLE_SSL_CONNECT_ERROR;
     switch (rc) {
     case -1: return link_fail(l, "given up");
-    case CURLE_OPERATION_TIMEDOUT: return link_fail(l, "no answer to the dial");
+    case CURLE_OPERATION_TIMEDOUT: return dial_said(l, a, "no answer to the dial");
     case CURLE_PEER_FAILED_VERIFICATION: return dial_distrust(l, a);
-    case CURLE_SSL_CONNECT_ERROR: return link_fail(l, "no TLS 1.3 there: %s", said);
+    case CURLE_SSL_CONNECT_ERROR:
+        snprintf(no_tls, sizeof no_tls, "no TLS 1.3 there: %s", said);
+        return dial_said(l, a, no_tls);
     case CURLE_COULDNT_CONNECT:
         said += strncmp(said, own, sizeof own - 1) == 0 ? sizeof own - 1 : 0;
         if (number != 0 && (a->is_unix || strncmp(said, a->host, strlen(a->host)) == 0))
             return link_fail(l, "%s", strerror((int)number));
-        return link_fail(l, "%s", l->detail[0] ? l->detail : said);
-    default: return link_fail(l, "%s", said);
+        return dial_said(l, a, l->detail[0] ? l->detail : said);
+    default: return dial_said(l, a, said);
     }
 }
 

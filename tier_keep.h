@@ -9,7 +9,7 @@
  * A shard is called after the number of experts listed before it. It gets its name before the list
  * has its experts: one that was written and never listed is overwritten by the next.
  *
- * A header because tier_server.c is one program with its tests; it uses that file's say().
+ * A header because tier_server.c is one program with its tests; it uses that file's fail().
  */
 #ifndef K3_TIER_KEEP_H
 #define K3_TIER_KEEP_H
@@ -49,11 +49,11 @@ static bool keep_shard_write(const keeper *k, const char *path, uint32_t n) {
     for (uint32_t i = 0; i < n && is_ok; i++)
         is_ok = slice_write_all(fd, k->bytes[i], (size_t)k->expert_bytes);
     is_ok = is_ok && fsync(fd) == 0;
+    is_ok = is_ok && rename(part, path) == 0;
     int why = errno;
     if (fd >= 0) posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
     if (fd >= 0) close(fd);
     free(head);
-    is_ok = is_ok && rename(part, path) == 0;
     if (!is_ok) unlink(part);
     if (!is_ok) errno = why;
     return is_ok;
@@ -79,11 +79,14 @@ static bool keep_flush(keeper *k, uint32_t n) {
     char path[4352];
     snprintf(path, sizeof path, "%s/kept-%06u.safetensors", k->dir, k->man.n);
     if (k->n_shards == KEEP_MAX_SHARDS)
-        say("--keep %s: as many files as a slice may have; what comes now is not kept", k->dir);
+        fail(FAIL_IO, "--keep %s: as many files as a slice may have; what comes now is not kept",
+             k->dir);
     else if (keep_shard_write(k, path, n) && keep_list_write(k, n))
         return true;
     else
-        say("--keep %s: %s; what comes now is not kept", path, strerror(errno));
+        fail(FAIL_IO,
+             "--keep %s: %s; what comes now is not kept: make room, start again, stage again", path,
+             strerror(errno));
     return false;
 }
 
@@ -162,8 +165,8 @@ static bool keep_hurry(keeper *k) {
     return is;
 }
 
-/* Write what is left, and end. */
-static void keep_stop(keeper *k) {
+/* Write what is left, and end. False: something was not kept. */
+static bool keep_stop(keeper *k) {
     if (k->is_running) {
         pthread_mutex_lock(&k->lock);
         k->is_stopping = true;
@@ -171,10 +174,12 @@ static void keep_stop(keeper *k) {
         pthread_mutex_unlock(&k->lock);
         pthread_join(k->thread, NULL);
     }
+    bool is_whole = !k->is_dead;
     free(k->man.list);
     free(k->queue);
     free(k->bytes);
     memset(k, 0, sizeof *k);
+    return is_whole;
 }
 
 #endif

@@ -25,12 +25,14 @@
 #include "tier_tls.h"
 #include "slice.h"
 
+#include <dirent.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <strings.h>
 #include <sys/eventfd.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <time.h>
 
@@ -191,6 +193,7 @@ typedef struct {
     k3_engine *e, *part; /* the model, the slice; NULL: none                      */
     slice list;          /* of the slice                                          */
     keeper keep;         /* of what is staged                                     */
+    int keep_fd;         /* its directory, locked; 0: none                        */
     bool has_model;      /* m is known: from files, or from the first who staged  */
     tier_model m;
     uint64_t expert_bytes;
@@ -1141,6 +1144,16 @@ static float as_float(const uint8_t *p) {
     return f;
 }
 
+/* Is config.json there? 1, this one; 0, none; -1, another one: it may be somebody's. */
+static int stage_config_there(const char *path, const uint8_t *config, size_t n) {
+    size_t n_there = 0;
+    if (access(path, F_OK) != 0) return 0;
+    char *there = slice_file_read(path, TIER_MAX_CONFIG, &n_there);
+    bool is_same = there && n_there == n && memcmp(there, config, n) == 0;
+    free(there);
+    return is_same ? 1 : -1;
+}
+
 /* Keep config.json, if it describes what is brought. NULL, or why not. */
 static const char *stage_config(server *s, const uint8_t *config, size_t n) {
     char path[4352];
@@ -1148,7 +1161,12 @@ static const char *stage_config(server *s, const uint8_t *config, size_t n) {
     k3_error err = {{0}};
     if (n == 0) return "it keeps what is staged, and no config.json came along";
     snprintf(path, sizeof path, "%s/config.json", s->o.keep_dir);
-    if (!slice_file_write(s->o.keep_dir, "config.json", (const char *)config, n)) {
+    int there = stage_config_there(path, config, n);
+    if (there < 0) {
+        say("--keep %s: of something else; empty the directory, or name another", path);
+        return TIER_WHY_MODEL "its --keep directory has another config.json; empty it there";
+    }
+    if (!there && !slice_file_write(s->o.keep_dir, "config.json", (const char *)config, n)) {
         say("--keep %s: %s", path, strerror(errno));
         return "it cannot write to its --keep directory";
     }
@@ -1158,7 +1176,7 @@ static const char *stage_config(server *s, const uint8_t *config, size_t n) {
         sh.expert_inter == m->inter && sh.top_k == m->top_k && sh.situ_beta == s->math.beta &&
         sh.situ_linear_beta == s->math.linear_beta)
         return NULL;
-    unlink(path);
+    if (!there) unlink(path);
     return TIER_WHY_MODEL "its config.json describes another than it brings";
 }
 
@@ -1211,8 +1229,10 @@ static const char *stage_adopt(server *s, const tier_model *m, const uint8_t *p,
     s->math.inter = m->inter;
     s->math.beta = as_float(p);
     s->math.linear_beta = as_float(p + 4);
-    if (s->o.keep_dir) why = stage_config(s, p + TIER_BEGIN_BYTES, n_p - TIER_BEGIN_BYTES);
-    s->has_model = !why && memory_open(s) == DONE;
+    int rc = memory_open(s);
+    if (rc == DONE && s->o.keep_dir)
+        why = stage_config(s, p + TIER_BEGIN_BYTES, n_p - TIER_BEGIN_BYTES);
+    s->has_model = rc == DONE && !why;
     if (s->has_model && s->o.keep_dir)
         stage_keep_first(s, p + TIER_BEGIN_BYTES, n_p - TIER_BEGIN_BYTES);
     if (s->has_model) {
@@ -1224,6 +1244,7 @@ static const char *stage_adopt(server *s, const tier_model *m, const uint8_t *p,
     memory_close(s);
     s->n_moe = 0;
     if (why) return why;
+    if (rc != FAIL_BUDGET) return "this box cannot hold experts: what its k3-tier printed says why";
     return TIER_WHY_ROOM "this box holds not one expert: give its k3-tier more --ram";
 }
 
@@ -1486,7 +1507,7 @@ static bool conn_fill(server *s, conn *c) {
         c->n_in += (size_t)n;
         s->stats[TIER_STAT_IN_BYTES] += (uint64_t)n;
         s->busy_ns = clock_ns();
-        if (c->state == C_STAGE) c->since_ns = s->busy_ns;
+        if (c->state == C_STAGE || c->state == C_STATUS) c->since_ns = s->busy_ns;
         if (!conn_look(s, c)) return false;
     } while (c->tls && !c->has_frame);
     return true;
@@ -1519,11 +1540,15 @@ static int listen_on(server *s, const char *text, int fd, const struct sockaddr 
 /* A socket in the file system, for this user only; one that nobody serves any more is replaced. */
 static int listen_unix(server *s, const char *text, const tier_addr *a, bool is_http) {
     struct sockaddr_un sa = {.sun_family = AF_UNIX};
+    struct stat st;
     strcpy(sa.sun_path, a->path);
+    if (lstat(a->path, &st) == 0 && !S_ISSOCK(st.st_mode)) /* connect would say the same of both */
+        return fail(FAIL_USAGE, "listen %s: there is a file, and no socket; give another name",
+                    text);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (fd >= 0 && connect(fd, (struct sockaddr *)&sa, sizeof sa) == 0) {
         close(fd);
-        return fail(FAIL_IO, "listen %s: in use", text);
+        return fail(FAIL_IO, "listen %s: in use by another k3-tier; give another name", text);
     }
     if (fd >= 0 && errno == ECONNREFUSED) unlink(a->path);
     if (fd >= 0) close(fd);
@@ -1539,9 +1564,7 @@ static int listen_open(server *s, const char *text, bool is_http) {
     tier_addr a;
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, *list = NULL;
     if (!tier_addr_parse(text, &a))
-        return fail(FAIL_USAGE,
-                    "'%s' is no address; give HOST:PORT, [V6]:PORT, tls:HOST:PORT or unix:PATH",
-                    text);
+        return fail(FAIL_USAGE, "'%s' is no address; %s", text, tier_addr_advice(text));
     if (a.is_tls && is_http) return fail(FAIL_USAGE, "metrics %s: served without TLS only", text);
     if (a.is_tls && !s->tls)
         return fail(FAIL_USAGE, "listen %s: give --tls-cert FILE and --tls-key FILE", text);
@@ -1573,6 +1596,11 @@ static void conn_accept(server *s, uint32_t i_listen) {
     if (fd < 0) return;
     for (uint32_t i = 0; i < s->o.clients + MAX_STATUS && !c; i++)
         if (s->conns[i].state == C_FREE) c = &s->conns[i];
+    if (!c) {
+        s->stats[TIER_STAT_BAD]++;
+        say("a connection too many is closed: %u places are taken; see --clients",
+            s->o.clients + MAX_STATUS);
+    }
     if (!c || !conn_room(c, TIER_HEAD_BYTES + 2 * TIER_MAX_EARLY, 4096) ||
         (s->listen[i_listen].is_tls && !(c->tls = tier_tls_accept(s->tls, fd)))) {
         close(fd);
@@ -1647,13 +1675,19 @@ static bool conn_http(server *s, conn *c) {
     return conn_flush(s, c);
 }
 
-/* Cut off who does not say hello, does not read, or does not leave. */
+/* Who looks or stages has one of few places, and keeps it while something comes. A slow disk there
+ * may take its time over an expert. */
+#define IDLE_NS (120 * 1000000000ull)
+
+/* Cut off who does not say hello, does not read, does nothing, or does not leave. */
 static void conn_check_time(server *s, conn *c, uint64_t now) {
     bool is_early = c->state == C_HELLO || c->state == C_PROOF || c->state == C_HTTP;
     if (is_early && now - c->since_ns > TIER_HELLO_MS * 1000000ull)
         conn_close(s, c, "no hello in time");
     else if (c->stage.is_taking && now - c->since_ns > 30 * 1000000000ull)
         conn_close(s, c, "stopped in the middle of an expert");
+    else if ((c->state == C_STATUS || c->state == C_STAGE) && now - c->since_ns > IDLE_NS)
+        conn_refuse(s, c, TIER_GOODBYE, "idle for too long: places are few");
     else if (c->n_out > 0 && now - c->sent_ns > 30 * 1000000000ull)
         conn_close(s, c, "does not read");
     else if (c->state == C_CLOSING && now - c->sent_ns > 2 * 1000000000ull)
@@ -1717,6 +1751,12 @@ static void poll_round(server *s, int ms) {
     }
 }
 
+/* With --linger: has nobody asked or staged for so long? */
+static bool is_lonely(server *s, uint64_t now) {
+    if (s->n_clients + s->n_stagers > 0) s->client_ns = now;
+    return s->o.linger_s > 0 && now - s->client_ns > s->o.linger_s * 1000000000ull;
+}
+
 /* Serve until a signal; then finish what was begun, say goodbye, and leave. */
 static void serve(server *s) {
     uint64_t checked = clock_ns(), cooled = checked, left = 0;
@@ -1735,8 +1775,7 @@ static void serve(server *s) {
             store_cool(s);
             cooled = now;
         }
-        if (s->n_clients + s->n_stagers > 0) s->client_ns = now;
-        if (s->o.linger_s > 0 && now - s->client_ns > s->o.linger_s * 1000000000ull) is_ending = 1;
+        if (is_lonely(s, now)) is_ending = 1;
         if (!is_ending) continue;
         if (left == 0) left = now + 2000000000u;
         bool is_empty = true;
@@ -1809,7 +1848,13 @@ static int status(const char *text, const tier_key *key, tier_trust *trust) {
     char why[400];
     int rc = FAIL_IO;
     trust->flag = "--tls";
-    if (!tier_addr_parse(text, &a)) return fail(FAIL_USAGE, "status: '%s' is no address", text);
+    if (!tier_addr_parse(text, &a))
+        return fail(FAIL_USAGE, "status: '%s' is no address; %s", text, tier_addr_advice(text));
+    if (!a.is_tls && (trust->ca || trust->cert || trust->key))
+        return fail(FAIL_USAGE, "--tls-%s: status is not dialled with TLS: write tls:ADDR",
+                    trust->ca     ? "ca"
+                    : trust->cert ? "cert"
+                                  : "key");
     if (tier_trust_check(trust, why, sizeof why) < 0) return fail(FAIL_USAGE, "%s", why);
     if (tier_dial(&l, &a, trust, TIER_HELLO_MS, NULL, NULL) < 0)
         return fail(FAIL_IO, "status %s: %s", text, l.why);
@@ -1871,7 +1916,7 @@ static const char HELP[] =
     "  --kernels NAME    ref, avx2, avx512 or neon: same bits (default: the best here)\n"
     "  --spin-us N       look for the next request so long before sleeping (default 50)\n"
     "  --sums FILE       checksums (default: k3.sums in the model directory, if there)\n"
-    "  --linger SECONDS  end when no client was there for so long (default: stay)\n"
+    "  --linger SECONDS  end when nobody asked or staged for so long (default: stay)\n"
     "  --metrics ADDR    figures over HTTP, as Prometheus reads them\n"
     "  --dump FILE       every frame, in words and bytes; - is stderr\n"
     "  -q                errors only      -h  this help      -V  version\n"
@@ -2249,7 +2294,42 @@ static int empty_open(server *s) {
     if (!s->math.k) return fail_status(K3_EUSAGE, &err);
     s->n_threads = (uint32_t)n_threads;
     if (s->o.pins) return fail(FAIL_USAGE, "--pins: there is no --model to read them from");
+    if (s->o.sums) return fail(FAIL_USAGE, "--sums: there is no --model that they are of");
     return s->o.has_gpu ? vram_probe(s) : DONE;
+}
+
+/* One box a directory: two would write the same files. The lock goes with the process. */
+static int keep_dir_lock(server *s, const char *dir) {
+    s->keep_fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (s->keep_fd < 0) return fail(FAIL_IO, "--keep %s: %s", dir, strerror(errno));
+    if (flock(s->keep_fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return DONE;
+    return fail(FAIL_IO, "--keep %s: another k3-tier keeps experts there; name another directory",
+                dir);
+}
+
+/* Only an empty directory, or what --keep has written, is written to. Without k3.slice that is what
+ * was left when a box was killed early: k3.slice.part comes only after the first shard. */
+static int keep_dir_is_ours(const char *dir) {
+    char path[4352];
+    const char *strange = NULL;
+    snprintf(path, sizeof path, "%s/kept-000000.safetensors", dir);
+    bool has_shard = access(path, F_OK) == 0;
+    snprintf(path, sizeof path, "%s/" SLICE_NAME, dir);
+    if (has_shard && access(path, F_OK) == 0) return DONE;
+    DIR *d = opendir(dir);
+    if (!d) return fail(FAIL_IO, "--keep %s: %s", dir, strerror(errno));
+    for (struct dirent *e; !strange && (e = readdir(d));) {
+        const char *name = e->d_name;
+        if (strcmp(name, ".") != 0 && strcmp(name, "..") != 0 && strcmp(name, "lost+found") != 0 &&
+            strncmp(name, "config.json", 11) != 0 && strncmp(name, "kept-", 5) != 0 &&
+            !(has_shard && strncmp(name, SLICE_NAME, strlen(SLICE_NAME)) == 0))
+            strange = strcpy(path, name);
+    }
+    closedir(d);
+    if (!strange) return DONE;
+    return fail(FAIL_USAGE,
+                "--keep %s: there is %s, which --keep has not written; name another directory", dir,
+                strange);
 }
 
 /* What was kept before is a slice; else there is room for one. */
@@ -2265,6 +2345,9 @@ static int keep_open(server *s) {
     snprintf(path, sizeof path, "%s/model.safetensors.index.json", dir);
     if (access(path, F_OK) == 0)
         return fail(FAIL_USAGE, "--keep %s: not written by --keep; serve it with --slice", dir);
+    int rc = keep_dir_lock(s, dir);
+    if (rc == DONE) rc = keep_dir_is_ours(dir);
+    if (rc != DONE) return rc;
     snprintf(path, sizeof path, "%s/" SLICE_NAME, dir);
     if (access(path, F_OK) == 0) s->o.slice_dir = dir;
     return access(dir, W_OK) == 0 ? DONE : fail(FAIL_IO, "--keep %s: %s", dir, strerror(errno));
@@ -2367,14 +2450,16 @@ static void memory_close(server *s) {
     st->n_slots = st->n_free = st->n_readable = st->n_order = 0;
 }
 
-static void server_close(server *s) {
+/* False: --keep could not keep everything. */
+static bool server_close(server *s) {
     for (uint32_t i = 0; i < MAX_CONNS; i++)
         if (s->conns[i].state != C_FREE) conn_close(s, &s->conns[i], NULL);
     for (uint32_t i = 0; i < s->n_listen; i++) {
         if (s->listen[i].path[0]) unlink(s->listen[i].path); /* before another takes the name */
         close(s->listen[i].fd);
     }
-    keep_stop(&s->keep);
+    bool is_kept = keep_stop(&s->keep);
+    if (s->keep_fd > 0) close(s->keep_fd);
     tier_tls_close(s->tls);
     k3_engine_close(s->e);
     k3_engine_close(s->part);
@@ -2382,6 +2467,7 @@ static void server_close(server *s) {
     memory_close(s);
     if (s->dump && s->dump != stderr) fclose(s->dump);
     OPENSSL_cleanse(&s->key, sizeof s->key);
+    return is_kept;
 }
 
 static int cmd_serve(server *s) {
@@ -2411,8 +2497,7 @@ static int cmd_serve(server *s) {
     pthread_cond_broadcast(&s->st.work);
     pthread_mutex_unlock(&s->st.lock);
     while (n > 0) pthread_join(warmers[--n], NULL);
-    server_close(s);
-    return rc;
+    return server_close(s) || rc != DONE ? rc : FAIL_IO;
 }
 
 #ifndef TIER_SERVER_TEST
@@ -2424,12 +2509,22 @@ static int bench(const options *o) {
     return fail(FAIL_IO, "%s", why);
 }
 
+/* A closed stdin, stdout or stderr must not become the number of a socket or a shard: messages would
+ * go there. */
+static void stdio_guard(void) {
+    for (int fd = 0; fd < 3; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF &&
+            open("/dev/null", fd == 2 ? O_WRONLY : O_RDONLY) < 0)
+            abort();
+}
+
 int main(int argc, char **argv) {
     static server s; /* over a hundred connections' worth: not for a stack */
     const char *addr = NULL;
     bool is_status = argc > 1 && strcmp(argv[1], "status") == 0;
     bool is_bench = argc > 1 && strcmp(argv[1], "bench") == 0;
     s.o = (options){.spin_us = 50, .clients = 8};
+    stdio_guard();
     signal(SIGPIPE, SIG_IGN);
     for (int i = 1; i < argc; i++) {
         bool is_help = strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0;
@@ -2444,6 +2539,10 @@ int main(int argc, char **argv) {
         return addr ? status(addr, &s.key, &s.o.tls) : fail(FAIL_USAGE, "status: which ADDR?");
     }
     if (is_bench) return bench(&s.o);
+#ifndef K3_HAVE_GPU
+    if (s.o.has_gpu)
+        return fail(FAIL_IO, "gpu: this k3-tier was built without it; `make gpu` needs nvcc");
+#endif
     if ((s.o.vram || s.o.gpu_device) && !s.o.has_gpu)
         return fail(FAIL_USAGE, "--vram and --gpu-device are for --gpu");
     if (s.o.ram == 0) return fail(FAIL_USAGE, "--ram SIZE: how much memory may experts take?");

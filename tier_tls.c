@@ -34,21 +34,26 @@ static void ssl_words(char *to, size_t cap) {
     ERR_clear_error();
 }
 
-static bool tls_load(SSL_CTX *ctx, const tier_trust *t) {
+/* NULL, or the file that will not do; its option in *which. */
+static const char *tls_load(SSL_CTX *ctx, const tier_trust *t, const char **which) {
     STACK_OF(X509_NAME) * names;
-    if (SSL_CTX_use_certificate_chain_file(ctx, t->cert) != 1 ||
-        SSL_CTX_use_PrivateKey_file(ctx, t->key ? t->key : t->cert, SSL_FILETYPE_PEM) != 1)
-        return false;
-    if (!t->ca) return true;
+    *which = "cert";
+    if (SSL_CTX_use_certificate_chain_file(ctx, t->cert) != 1) return t->cert;
+    if (t->key) *which = "key";
+    if (SSL_CTX_use_PrivateKey_file(ctx, t->key ? t->key : t->cert, SSL_FILETYPE_PEM) != 1)
+        return t->key ? t->key : t->cert;
+    if (!t->ca) return NULL;
+    *which = "ca";
     if (SSL_CTX_load_verify_file(ctx, t->ca) != 1 || !(names = SSL_load_client_CA_file(t->ca)))
-        return false;
+        return t->ca;
     SSL_CTX_set_client_CA_list(ctx, names);
     SSL_CTX_set_verify(ctx, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, NULL);
     X509_VERIFY_PARAM_set_flags(SSL_CTX_get0_param(ctx), X509_V_FLAG_PARTIAL_CHAIN);
-    return true;
+    return NULL;
 }
 
 int tier_tls_open(tier_tls **out, const tier_trust *trust, char *why, size_t n_why) {
+    const char *bad = NULL, *which = "cert";
     *out = NULL;
     if (tier_trust_check(trust, why, n_why) < 0) return -1;
     tier_tls *t = calloc(1, sizeof *t);
@@ -63,7 +68,8 @@ int tier_tls_open(tier_tls **out, const tier_trust *trust, char *why, size_t n_w
                                   SSL_MODE_RELEASE_BUFFERS);
         SSL_CTX_set_max_cert_list(ctx, MAX_CHAIN_BYTES);
         SSL_CTX_set_verify_depth(ctx, 4);
-        is_ok = tls_load(ctx, trust);
+        bad = tls_load(ctx, trust, &which);
+        is_ok = !bad;
     }
     if (is_ok) {
         t->ctx = ctx;
@@ -72,7 +78,8 @@ int tier_tls_open(tier_tls **out, const tier_trust *trust, char *why, size_t n_w
     }
     char words[120];
     ssl_words(words, sizeof words);
-    snprintf(why, n_why, "%s-cert %s: %s", trust->flag, trust->cert, words);
+    snprintf(why, n_why, "%s-%s %s: %s; is every certificate in it whole?", trust->flag, which,
+             bad ? bad : trust->cert, words);
     SSL_CTX_free(ctx);
     free(t);
     return -1;

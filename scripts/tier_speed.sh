@@ -28,15 +28,19 @@ set -u
 export LC_ALL=C
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 cd "$(dirname "$0")/.." || exit 1
+names=" BUILD PYTHON MODEL DIR LAYERS EXPERTS COLD_RAM WARM_RAM BOX_RAM BOX_THREADS THREADS ROUNDS TOKENS PROMPTS LIMIT DIRECT "
 for word in "$@"; do
     case $word in
-    [A-Z]*=*) export "${word?}" ;;
+    [A-Z]*=*)
+        case $names in *" ${word%%=*} "*) ;; *) echo "tier_speed: no name '${word%%=*}'; the names are$names"; exit 2 ;; esac
+        export "${word?}" ;;
     *) sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2 ;;
     esac
 done
 BUILD=${BUILD:-build} PYTHON=${PYTHON:-python3} MODEL=${MODEL:-} DIR=${DIR:-/tmp} LAYERS=${LAYERS:-3}
 EXPERTS=${EXPERTS:-112} COLD_RAM=${COLD_RAM:-5400M} WARM_RAM=${WARM_RAM:-} BOX_RAM=${BOX_RAM:-64G}
 ROUNDS=${ROUNDS:-5} TOKENS=${TOKENS:-6} PROMPTS=${PROMPTS:-} LIMIT=${LIMIT:-270} DIRECT=${DIRECT:-on}
+[ "$ROUNDS" -ge 1 ] 2>/dev/null || { echo "tier_speed: ROUNDS=$ROUNDS: how many? 1 or more"; exit 2; }
 n_cores=$(nproc)
 BOX_THREADS=${BOX_THREADS:-$(((n_cores + 1) / 2))}
 THREADS=${THREADS:-$((n_cores > 1 ? n_cores / 2 : 1))}

@@ -619,6 +619,11 @@ wait $pid
 expect "SIGINT with --json: exit" $? 130
 expect "SIGINT with --json: reason" "$(json stop_reason)" interrupt
 expect "SIGINT: the dump is whole rows" "$(size "$T/rows")" $((($(json n_prompt) + $(json n_gen) - 1) * row))
+for option in --psk-file=x --tier-ca=x --tier-cert=x --tier-key=x --tier-audit=1/2 --tier-hedge; do
+    misuse "${option%=*} and no box" "of which box" run -q $option x
+done
+misuse "--tier-hedge and one box" "no second" run -q --tier unix:x --tier-hedge x
+misuse "--hop and what it does not do" "are for --tier" bench --hop unix:x --tier-hedge
 check "stdout closed" 1 "" bash -c "'$K3' run -q '$PARIS' >&-"
 check "stdout closed, dump intact" 1 "" bash -c "'$K3' run -q --tokens 1 --dump-logits '$T/rows' '$PARIS' >&-"
 check "plan, stdout closed" 1 "" bash -c "'$K3' plan -q >&-"

@@ -20,7 +20,7 @@ pids=()
 stop() { # PID...
     { kill "$@" && wait "$@"; } 2>/dev/null
 }
-trap '[ ${#pids[@]} = 0 ] || stop "${pids[@]}"; [ ! -d "$T/small" ] || umount "$T/small" 2>/dev/null; rm -rf "$T"' EXIT
+trap '[ ${#pids[@]} = 0 ] || stop "${pids[@]}"; for d in small tight; do [ ! -d "$T/$d" ] || umount "$T/$d" 2>/dev/null; done; rm -rf "$T"' EXIT
 limit() { if [ "$1" = stage ]; then "$@"; else timeout -k 1 120 "$@"; fi; }
 args=(-q --json --no-stop --model "$MODEL" --tokens 24 --threads 1 "Once upon a time there was a duck")
 
@@ -117,7 +117,7 @@ expect "it is as it was" "$(ls "$T/full")" thing
 ends "over the model itself" 2 "not empty" "${slice[@]}" --size 1M --out "$MODEL"
 
 ends "a slice" 0 "experts .* in 7 shards; [0-9.]* GB/s" "${slice[@]}" --size 1500K --shard 200K --out "$T/s"
-ends "the same again" 0 "is there, whole" "${slice[@]/-q/--no-check}" --size 1500K --shard 200K --out "$T/s"
+ends "the same again" 0 "is there, whole" "${slice[@]/#-q/--no-check}" --size 1500K --shard 200K --out "$T/s"
 ends "another one there" 2 "another slice" "${slice[@]}" --size 1M --out "$T/s"
 n=$(awk '$1 == "experts" { print $2 }' "$T/s/k3.slice")
 expect "no more than --size" "$(($(du -sb "$T/s" | cut -f1) - 4096 <= 1500 * 1024))" 1
@@ -504,6 +504,7 @@ stop $box
 ends "keep and a model" 2 "without --model" "$K3_TIER" --model "$MODEL" --keep "$T/k1" --ram 1G --listen "unix:$T/x.sock"
 ends "keep in a slice" 2 "serve it with --slice" "$K3_TIER" --keep "$T/s" --ram 1G --listen "unix:$T/x.sock"
 box kept --ram 1G --keep "$T/kept"
+ends "two boxes, one directory" 1 "another k3-tier keeps" "$K3_TIER" --keep "$T/kept" --ram 1G --listen "unix:$T/x.sock"
 ends "stage to keep" 0 "100 experts sent" stage kept --size 979200
 for _ in $(seq 250); do [ -e "$T/kept/k3.slice" ] && break; sleep 0.02; done # when nothing more comes
 ends "stage more" 0 "56 experts sent .*, 100 skipped" stage kept --size 1527552
@@ -524,6 +525,36 @@ expect "all of all" "$(field far_served)" "$(field far_asked)"
 ends "nothing left to stage" 0 ": 0 experts sent .*, 256 skipped" stage kept
 ends "keep another model" 3 "refused: another model: fingerprint" "$K3" stage -q --model "$T/m" --to "unix:$T/kept.sock"
 stop $box
+# What is there and not ours stays as it was: an unfinished slice, files, another config.json.
+ends "keep among files" 2 "there is thing" "$K3_TIER" --keep "$T/full" --ram 1G --linger 1 --listen "unix:$T/x.sock"
+mkdir "$T/half" && head -n 7 "$T/s/k3.slice" >"$T/half/k3.slice.part"
+ends "keep in an unfinished slice" 2 "there is k3.slice.part" "$K3_TIER" --keep "$T/half" --ram 1G --linger 1 --listen "unix:$T/x.sock"
+mkdir "$T/alone" && echo '{"mine": 1}' >"$T/alone/config.json"
+box alone --ram 1G --keep "$T/alone"
+ends "keep beside another config.json" 3 "has another config.json" stage alone
+stop $box
+expect "it is as it was" "$(cat "$T/alone/config.json"; ls "$T/alone")" '{"mine": 1}
+config.json'
+# Closed descriptors: messages must not go into a socket or a shard.
+"$K3_TIER" --threads 1 --ram 1G --keep "$T/closed" --listen "unix:$T/closed.sock" <&- >&- 2>&- &
+box=$!
+pids+=($box)
+for _ in $(seq 300); do [ -S "$T/closed.sock" ] && break; sleep 0.02; done
+ends "stage to a box without stderr" 0 "100 experts sent" stage closed --size 979200
+for fd in 0 1 2; do readlink /proc/$box/fd/$fd; done >"$T/fds"
+expect "its descriptors" "$(sort -u "$T/fds")" /dev/null
+stop $box
+# A disk that takes no more: said also with -q, and no success in the end.
+if mkdir "$T/tight" && mount -t tmpfs -o size=300k none "$T/tight" 2>/dev/null; then
+    box tight -q --ram 1G --keep "$T/tight/k"
+    ends "stage to a full disk" 0 "100 experts sent" stage tight --size 979200
+    kill $box
+    wait $box
+    expect "kept on a full disk" "$? $(grep -c "No space left.*make room" "$T/tight.err") $(ls "$T/tight/k")" "1 1 config.json"
+    umount "$T/tight"
+else
+    skip "a full disk for --keep: no right to mount one"
+fi
 # A shard that was written and never listed: not served, and in nobody's way.
 head -n $((7 + 100)) "$T/kept/k3.slice" | sed 's/^experts .*/experts 100/' >"$T/list"
 if [ -x "$T/sum" ]; then

@@ -264,6 +264,12 @@ static void test_addresses(void) {
         if (tier_addr_parse(bad[i], &a)) CHECK_EQ_STR(bad[i], "refused");
     CHECK(tier_addr_parse("unix:/run/k3", &a) && a.is_unix);
     CHECK_EQ_STR(a.path, "/run/k3");
+    char path[5 + 109] = "unix:"; /* 107 bytes and a NUL are what the system takes */
+    memset(path + 5, 'a', 108);
+    CHECK(!tier_addr_parse(path, &a));
+    CHECK_EQ_STR(tier_addr_advice(path), "the path of a socket has at most 107 bytes");
+    path[5 + 107] = 0;
+    CHECK(tier_addr_parse(path, &a));
 }
 
 static bool is_held(uint32_t il, uint32_t ie) {
@@ -301,6 +307,7 @@ static void test_store(const char *dir) {
         tier_put16(wish + 4 * i + 2, 9);
     }
     CHECK(store_pin(&sv, il, &five));
+    CHECK(five.i_slot != NONE && five.i_vram == NONE);
     store_wish(&sv, wish, 4 * 40);
     uint32_t version = sv.st.version[0];
     CHECK_EQ_INT(warm_all(), 1);
@@ -309,6 +316,38 @@ static void test_store(const char *dir) {
     CHECK_EQ_INT(sv.st.version[0], version + 2);
     CHECK(!store_pin(&sv, il, &six));
     CHECK_EQ_INT(sv.st.n_evicted, 1);
+}
+
+/* Who looks or stages and says nothing loses its place; who stages is company. */
+static void test_idle(void) {
+    for (enum conn_state state = C_UP; state <= C_STAGE; state++) {
+        conn *c = &sv.conns[0];
+        int fd[2];
+        CHECK_EQ_INT(socketpair(AF_UNIX, SOCK_STREAM, 0, fd), 0);
+        memset(c, 0, sizeof *c);
+        CHECK(conn_room(c, 4096, 4096));
+        c->fd = fd[0];
+        c->state = state;
+        uint64_t now = clock_ns();
+        c->since_ns = c->sent_ns = now;
+        sv.n_clients += state == C_UP;
+        sv.n_stagers += state == C_STAGE;
+        conn_check_time(&sv, c, now + 60 * 1000000000ull);
+        CHECK(c->state == state);
+        conn_check_time(&sv, c, now + 3600 * 1000000000ull);
+        CHECK_EQ_INT(c->state, state == C_UP ? C_UP : C_FREE);
+        CHECK_EQ_INT(sv.n_stagers, 0);
+        if (c->state != C_FREE) conn_close(&sv, c, NULL);
+        close(fd[1]);
+    }
+    sv.o.linger_s = 1;
+    sv.client_ns = 0;
+    sv.n_stagers = 1;
+    CHECK(!is_lonely(&sv, 9000000000u));
+    sv.n_stagers = 0;
+    CHECK(!is_lonely(&sv, 9900000000u));
+    CHECK(is_lonely(&sv, 10100000000u));
+    sv.o.linger_s = 0;
 }
 
 int main(int argc, char **argv) {
@@ -322,6 +361,7 @@ int main(int argc, char **argv) {
     test_proof();
     test_addresses();
     test_store(dir);
+    test_idle();
     server_close(&sv);
     return test_finish();
 }

@@ -120,7 +120,7 @@ hops() {
     hop "a good box" 0 "0 requests without a whole answer, 0 wrong" --hop "unix:$T/hop.sock"
     [ "$(grep -c "^unix:$T/hop.sock" "$T/out")" = 6 ] && pass || fail "hop: a good box" "not 6 rows"
     [ -n "${K3_SAN:-}" ] || { grep -q ": 0.000 bytes a request; 0 timeouts" "$T/out" && pass || fail "hop: sustain" "$(grep sustain "$T/out")"; }
-    hop "nobody there" 1 "is k3-tier running there" --hop "unix:$T/none.sock"
+    hop "nobody there" 1 "cannot be asked" --hop "unix:$T/none.sock"
     hop "--tier as well" 2 "one of them" --hop "unix:$T/hop.sock" --tier "unix:$T/hop.sock"
     "$CHAOS" "$T/chaos.sock" "$T/hop.sock" garbage &
     proxy=$!
@@ -357,6 +357,9 @@ chmod 600 "$T/short" "$T/key" "$T/other"
 refused "a short key" "shorter than 16" --listen 0.0.0.0:0 --psk-file "$T/short"
 cp "$T/key" "$T/open" && chmod 644 "$T/open"
 refused "a key that others may read" "chmod 600" --listen 0.0.0.0:0 --psk-file "$T/open"
+echo precious >"$T/file"
+refused "a file where the socket goes" "there is a file" --listen "unix:$T/file"
+[ "$(cat "$T/file")" = precious ] && pass || fail "a file where the socket goes" "it is gone"
 box keyed --psk-file "$T/key"
 for _ in $(seq 100); do
     n=$("$K3_TIER" status "unix:$T/keyed.sock" --psk-file "$T/key" | awk '$1 == "experts_held" { print $2 }')

@@ -193,6 +193,7 @@ box() {
     addr=${addr//@/$port}
     start_box "$addr" "$@"
     mine=(--psk-file "$T/psk" --tls-ca "$T/ca.pem" --tls-cert "$T/client.pem" --tls-key "$T/client.key")
+    case $addr in tls:*) ;; *) mine=(--psk-file "$T/psk") ;; esac
     addr=${addr//0.0.0.0/127.0.0.1}
     for _ in $(seq 300); do
         "$K3_TIER" status "$addr" "${mine[@]}" >"$T/status" 2>&1
@@ -382,6 +383,7 @@ via=("${two[@]}")
     --tier "tls:box.test:$box_port" "${trust[@]}" "${me[@]}"
 via=()
 ALL_PROXY=http://127.0.0.1:$proxy check "no proxy to this machine" 300 "" --tier "tls:127.0.0.1:$box_port" "${trust[@]}" "${me[@]}"
+ALL_PROXY=http://127.0.0.1:$proxy check "nor by a name in capitals" 300 "" --tier "tls:LOCALHOST:$box_port" "${trust[@]}" "${me[@]}"
 [ -s "$T/log" ] && fail "NO_PROXY" "the proxy was asked for $(head -1 "$T/log")" || pass
 stop $peer
 peer socks
@@ -399,7 +401,7 @@ ALL_PROXY=http://127.0.0.1:$port check "plain through CONNECT" 300 "" --tier "bo
 grep -qx "box.test:$box_port" "$T/log" && pass || fail "CONNECT" "the proxy was not asked"
 stop $peer
 peer forbid
-ALL_PROXY=http://127.0.0.1:$port check "a proxy that says no" none "403" --tier "box.test:$box_port"
+ALL_PROXY=http://127.0.0.1:$port check "a proxy that says no" none "403.*see ALL_PROXY" --tier "box.test:$box_port"
 grep -qx "forbidden" "$T/log" && pass || fail "a proxy that says no" "was not asked"
 stop $peer
 
@@ -558,6 +560,9 @@ refused "another certificate's key" "not the key of" "${server[@]}" --listen tls
 refused "a certificate that is none" "no certificate" "${server[@]}" --listen tls:127.0.0.1:0 --tls-cert "$T/psk" --tls-key "$T/box.key"
 refused "a certificate that is not there" "No such file" "${server[@]}" --listen tls:127.0.0.1:0 --tls-cert "$T/none" --tls-key "$T/box.key"
 refused "an authority without a certificate" "which certificate is ours" "${server[@]}" --listen tls:127.0.0.1:0 --tls-ca "$T/ca.pem"
+{ cat "$T/ca.pem" && printf -- '-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n'; } >"$T/torn.pem"
+refused "an authority that is torn" "--tls-ca .*torn.pem: " "${server[@]}" --listen tls:127.0.0.1:0 "${tls[@]}" --tls-ca "$T/torn.pem"
+refused "status: certificates without tls:" "write tls:ADDR" "$K3_TIER" status localhost:1 --tls-ca "$T/ca.pem"
 refused "an empty address" "is no address" "${server[@]}" --listen tls: "${tls[@]}"
 refused "client: a key that others may read" "chmod 600" "${client[@]}" --tier-cert "$T/client.pem" --tier-key "$T/mine.key"
 refused "client: a certificate without its key" "--tier-cert.*no private key" "${client[@]}" --tier-cert "$T/client.pem"
