@@ -1016,12 +1016,14 @@ static const char *const *tiers_with_gpu(const cli_args *a, const char *dir, con
     char why[700];
     memcpy(tiers, a->tier, a->n_tier * sizeof *tiers);
     tiers[a->n_tier] = tiers[a->n_tier + 1] = NULL;
-    if (gpu_join(dir, a->pins, a->psk_file, address, sizeof address, why, sizeof why)) {
+    if (a->n_tier == MAX_TIER) {
+        snprintf(why, sizeof why, "--gpu: %d boxes are named, and no more can be had", MAX_TIER);
+    } else if (gpu_join(dir, a->pins, a->psk_file, address, sizeof address, why, sizeof why)) {
         tiers[a->n_tier] = address;
-    } else {
-        console_clear(con);
-        fprintf(stderr, "k3: %s; going on without\n", why);
+        return tiers;
     }
+    console_clear(con);
+    fprintf(stderr, "k3: %s; going on without\n", why);
     return tiers;
 }
 

@@ -72,8 +72,8 @@ run --tier-audit 1/1 && check "audited" gpu_experts_served_total 600
 
 # Half of it, so that both kinds are full of different ones and both compute.
 one=$(stat_of vram_experts_held)
-floor=$("$K3_TIER" --model "$MODEL" --gpu --ram 1M --listen "unix:$T/no.sock" 2>&1 | sed -n 's/.*give \([0-9]*\).*/\1/p')
-box --ram $((floor + 100 * 12400)) --vram $((slot * 100))
+floor=$("$K3_TIER" --model "$MODEL" --gpu --threads 1 --ram 1M --listen "unix:$T/no.sock" 2>&1 | sed -n 's/.*give \([0-9]*\).*/\1/p')
+box --ram $((floor + 100 * 16500)) --vram $((slot * 100))
 wait_for vram_experts_held 90
 wait_for experts_held 180
 run; check "half in VRAM" gpu_experts_served_total 20
@@ -126,6 +126,17 @@ kill "$box" && wait "$box" 2>/dev/null
 n=$(grep -cE '^[0-9]+ [0-9]+ [0-9a-f]{16}$' "$T/kept/k3.slice")
 [ "$n" = 256 ] && pass || fail "staged, kept" "$n experts listed"
 "$K3_TIER" --ram 1M --slice "$T/kept" --listen "unix:$T/no.sock" 2>&1 | grep -q "give" && pass || fail "staged, kept" "the slice is not whole"
+
+# A box that ends when nobody was there for a second: who stages is somebody.
+export FAKE_GPU_UPLOAD_US=10000
+rm -f "$T/box.sock"
+"$K3_TIER" --gpu --threads 1 --ram "$((floor + 20 * 12400))" --vram 1G --linger 1 --listen "unix:$T/box.sock" 2>"$T/box.err" &
+box=$!
+for _ in $(seq 500); do [ -S "$T/box.sock" ] && break; sleep 0.02; done
+timeout -k 1 60 "$K3" stage --model "$MODEL" --to "unix:$T/box.sock" >"$T/out" 2>"$T/err"
+rc=$?
+[ $rc = 0 ] && grep -q " 0 left out" "$T/out" && pass || fail "--linger" "staging ended with $rc"
+unset FAKE_GPU_UPLOAD_US
 
 box --ram 1G --vram 1G # from here on nobody else's
 
@@ -201,6 +212,9 @@ XDG_RUNTIME_DIR=$long K3_TIER=/nowhere gpu_run; check "long name" experts_held 0
 K3_TIER=/nowhere timeout -k 1 60 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$prompt" >"$T/out" 2>"$T/err"
 check "no k3-tier" experts_held 0
 grep -q "without" "$T/err" && pass || fail "no k3-tier" "does not say so"
+many=()
+for i in $(seq 16); do many+=(--tier "unix:$T/none$i"); done
+gpu_run "${many[@]}"; check "as many boxes as there can be" experts_held 0
 
 echo "tier_gpu: $n_passed passed, $n_failed failed, $n_skipped skipped"
 [ $n_failed = 0 ]

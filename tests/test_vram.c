@@ -43,6 +43,11 @@ static void open_server(const char *dir, uint32_t n_slots, uint32_t n_vram) {
         if (i % 5 == 0 || i >= N_LAYERS * sv.m.n_experts) sv.st.heat[i] = -1.0f;
 }
 
+static void end_server(void) {
+    server_close(&sv);
+    gpu_close(sv.gpu); /* left open when it was lost: a real one might hang */
+}
+
 static void read_all(const char *dir) {
     uint8_t *room;
     expert_view x;
@@ -60,7 +65,7 @@ static void read_all(const char *dir) {
         for (int k = 0; k < N_EXPERT_TENSORS; to += n[k++]) memcpy(to, x.p[k], n[k]);
     }
     free(room);
-    server_close(&sv);
+    end_server();
 }
 
 static expert_view view_at(const uint8_t *p) {
@@ -339,7 +344,7 @@ static void test_steps(const char *dir, uint32_t n_slots, uint32_t n_vram, uint6
     while (n_coming > 0) step_arrive();
     check_store("the end");
     CHECK(sv.stats[TIER_STAT_SERVED] > 0 && sv.stats[TIER_STAT_GPU_SERVED] > 0);
-    server_close(&sv);
+    end_server();
 }
 
 /* ---- Who waits is woken ---- */
@@ -376,7 +381,7 @@ static void stop(pthread_t thread) {
     pthread_cond_broadcast(&sv.st.work);
     pthread_mutex_unlock(&sv.st.lock);
     pthread_join(thread, NULL);
-    server_close(&sv);
+    end_server();
 }
 
 /* An expert that is here and asked for again and again gets into VRAM, though nothing is missing. */
@@ -437,7 +442,7 @@ static void test_pins(const char *dir) {
     vram_off(&sv, "lost");
     CHECK(warm_next(&sv, &i, &i_slot) && i == 7);
     CHECK(sv.st.slot_of[3] == NONE);
-    server_close(&sv);
+    end_server();
 }
 
 /* A slot that is full of what VRAM is about to take is no refusal. */
@@ -459,7 +464,7 @@ static void test_staging(const char *dir) {
     CHECK(!stage_must_wait(&sv, &c)); /* no room of either kind */
     CHECK_EQ_INT(stage_room(&sv, 15, &i_slot), TIER_FULL);
     CHECK_EQ_INT(sv.st.n_held, 3);
-    server_close(&sv);
+    end_server();
 }
 
 int main(int argc, char **argv) {
