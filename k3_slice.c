@@ -288,7 +288,8 @@ static int slicing_describe(slicing *s) {
     char path[4352];
     snprintf(path, sizeof path, "%s/config.json", s->j->dir);
     s->config = slice_file_read(path, 64u << 20, &s->n_config);
-    if (!s->config) return fail(FAIL_IO, "%s: %s", path, strerror(errno));
+    if (!s->config)
+        return fail(FAIL_IO, "%s: %s", path, errno ? strerror(errno) : "longer than 64 MiB");
     snprintf(s->man.numerics, sizeof s->man.numerics, "%s", K3_NUMERICS_ID);
     s->man.fingerprint = s->j->fingerprint;
     s->man.config_sum = XXH3_64bits(s->config, s->n_config);
@@ -407,7 +408,8 @@ static int list_open(slicing *s) {
         return fail(FAIL_IO, "%s: was just finished by another process; start again to see", whole);
     }
     char *text = slice_file_read(path, SLICE_MAX_BYTES, &n);
-    if (!text) return fail(FAIL_IO, "%s: %s", path, strerror(errno));
+    if (!text)
+        return fail(FAIL_IO, "%s: %s", path, errno ? strerror(errno) : "longer than it can be");
     bool is_begun = n >= n_head || memcmp(text, head, n) != 0;
     const char *why = is_begun ? slice_parse(text, n, true, &there, NULL) : NULL;
     bool is_same = !is_begun || (!why && slicing_same(s, &there));

@@ -32,6 +32,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #ifndef XXH_INLINE_ALL
 #define XXH_INLINE_ALL
@@ -166,31 +167,48 @@ static inline const char *slice_parse(const char *text, size_t n, bool is_part, 
                : "damaged: its sum does not match";
 }
 
+/* A regular file for reading, without waiting for a writer; NULL and errno. */
+static inline FILE *slice_file_open(const char *path) {
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    bool is_file = fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode);
+    FILE *f = is_file ? fdopen(fd, "rb") : NULL;
+    if (f || fd < 0) return f;
+    close(fd);
+    errno = !is_file && S_ISDIR(st.st_mode) ? EISDIR : EINVAL;
+    return NULL;
+}
+
 /* A whole small file, NUL behind it; NULL and errno, or NULL and errno 0 when it is longer than
  * `most`. The caller's to free(). */
 static inline char *slice_file_read(const char *path, size_t most, size_t *n) {
-    FILE *f = fopen(path, "rbe");
+    FILE *f = slice_file_open(path);
     char *text = NULL;
-    size_t cap = 0;
+    size_t cap = 0, got = 1;
+    int why = f ? 0 : errno;
     *n = 0;
-    for (bool is_over = false; f && !is_over;) {
+    while (f && got > 0 && why == 0 && *n <= most) {
         if (*n + 1 >= cap) {
-            cap = cap ? 2 * cap : 65536;
-            char *grown = cap / 2 <= most ? realloc(text, cap) : NULL;
-            if (!grown) break;
+            size_t want = cap ? 2 * cap : 65536;
+            char *grown = realloc(text, want < most + 2 ? want : most + 2);
+            if (!grown) {
+                why = ENOMEM;
+                break;
+            }
+            cap = want < most + 2 ? want : most + 2;
             text = grown;
         }
-        size_t got = fread(text + *n, 1, cap - 1 - *n, f);
+        got = fread(text + *n, 1, cap - 1 - *n, f);
         *n += got;
-        is_over = got == 0;
-        if (is_over && !ferror(f) && *n <= most) {
-            fclose(f);
-            text[*n] = 0;
-            return text;
-        }
+        if (ferror(f)) why = errno ? errno : EIO;
     }
     if (f) fclose(f);
+    if (f && why == 0 && *n <= most) {
+        text[*n] = 0;
+        return text;
+    }
     free(text);
+    errno = why;
     return NULL;
 }
 

@@ -9,6 +9,9 @@
  * A shard is called after the number of experts listed before it. It gets its name before the list
  * has its experts: one that was written and never listed is overwritten by the next.
  *
+ * The directory is empty at first, or holds nothing but what was written here, and is locked by the
+ * box that writes to it (tier_server.c, keep_open).
+ *
  * A header because tier_server.c is one program with its tests; it uses that file's fail().
  */
 #ifndef K3_TIER_KEEP_H

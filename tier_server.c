@@ -1893,7 +1893,8 @@ static const char HELP[] =
     "  --model DIR       a model directory as downloaded\n"
     "  --slice DIR       what `k3 slice` wrote: some experts, every read checked; with --model it\n"
     "                    is read first, the rest from there\n"
-    "  --keep DIR        write what is staged to DIR as well; started again, serve that\n"
+    "  --keep DIR        write what is staged to DIR as well; started again, serve that; DIR is\n"
+    "                    absent, empty, or from --keep, and one box's only\n"
     "  --ram SIZE        bound for the whole process: 64G, 512M, 1.5GiB, or bytes\n"
     "  --gpu             hold the hottest experts in a GPU's memory and compute them there: same\n"
     "                    bits (built with `make gpu`)\n"
@@ -2233,19 +2234,20 @@ static int model_open(server *s) {
 /* The manifest of the slice, and that config.json is its own. */
 static int slice_read(server *s) {
     char path[4352];
-    size_t n = 0;
+    size_t n = 0, most = s->o.ram / 4 < SLICE_MAX_BYTES ? s->o.ram / 4 : SLICE_MAX_BYTES;
+    if (most < 1u << 20) most = 1u << 20;
     snprintf(path, sizeof path, "%s/" SLICE_NAME, s->o.slice_dir);
-    char *text = slice_file_read(path, SLICE_MAX_BYTES, &n);
+    char *text = slice_file_read(path, most, &n); /* a good one is far shorter than its tables */
     if (!text)
         return fail(FAIL_MODEL, "%s: %s; is the slice whole? `k3 slice` goes on where it was", path,
-                    errno ? strerror(errno) : "longer than it can be");
+                    errno ? strerror(errno) : "longer than it can be, or a quarter of --ram");
     const char *why = slice_parse(text, n, false, &s->list, NULL);
     free(text);
     if (why) return fail(FAIL_MODEL, "%s: %s; copy it again", path, why);
     if (strcmp(s->list.numerics, K3_NUMERICS_ID) != 0)
         return fail(FAIL_MODEL, "%s: of numerics %s, not " K3_NUMERICS_ID, path, s->list.numerics);
     snprintf(path, sizeof path, "%s/config.json", s->o.slice_dir);
-    text = slice_file_read(path, SLICE_MAX_BYTES, &n);
+    text = slice_file_read(path, most, &n);
     bool is_same = text && XXH3_64bits(text, n) == s->list.config_sum;
     free(text);
     if (is_same) return DONE;
@@ -2294,7 +2296,6 @@ static int empty_open(server *s) {
     if (!s->math.k) return fail_status(K3_EUSAGE, &err);
     s->n_threads = (uint32_t)n_threads;
     if (s->o.pins) return fail(FAIL_USAGE, "--pins: there is no --model to read them from");
-    if (s->o.sums) return fail(FAIL_USAGE, "--sums: there is no --model that they are of");
     return s->o.has_gpu ? vram_probe(s) : DONE;
 }
 
@@ -2356,6 +2357,9 @@ static int keep_open(server *s) {
 /* All there is to read experts from, and memory for them. */
 static int sources_open(server *s) {
     store *st = &s->st;
+    if (s->o.sums && !s->o.model_dir)
+        return fail(FAIL_USAGE,
+                    "--sums: there is no --model that they are of; a slice has its own");
     int rc = s->o.keep_dir ? keep_open(s) : DONE;
     if (rc != DONE) return rc;
     if (!s->o.model_dir && !s->o.slice_dir) return empty_open(s);

@@ -226,8 +226,8 @@ diff -rq "$T/s" "$T/k" >"$T/err" && pass || fail "after it was killed" "other by
 # Told to end: it says so, and the next run goes on.
 rm -rf "$T/k"
 rc=0
-for _ in $(seq 40); do # until it is met at work
-    timeout -s TERM 0.03 "${slice[@]}" --size 1500K --shard 50K --out "$T/k" >/dev/null 2>"$T/err"
+for i in $(seq 30 25 1000); do # until it is met at work; a sanitizer's build takes its time to begin
+    timeout -s TERM "$(printf '%d.%03d' $((i / 1000)) $((i % 1000)))" "${slice[@]}" --size 1500K --shard 50K --out "$T/k" >/dev/null 2>"$T/err"
     grep -q "interrupted; the same command goes on" "$T/err" && rc=130 && break
     [ ! -e "$T/k/k3.slice" ] || rm -rf "$T/k"
 done
@@ -330,6 +330,14 @@ sed -i '20s/.$/0/; 21s/.$/1/' "$T/c/k3.slice"
 serve_bad "a damaged manifest" 3 "k3.slice: damaged"
 sed -i 's/"activation_situ_beta": 4.0/"activation_situ_beta": 4.5/' "$T/c/config.json"
 serve_bad "another config.json" 3 "config.json: absent, or not the one"
+truncate -s 250M "$T/c/k3.slice"
+ends "a manifest longer than memory" 3 "k3.slice: longer than .* a quarter of --ram" "$K3_TIER" --slice "$T/c" --ram 64M --listen "unix:$T/x.sock"
+rm "$T/c/k3.slice" && mkfifo "$T/c/k3.slice"
+serve_bad "a pipe for a manifest" 3 "k3.slice: Invalid argument"
+rm "$T/c/config.json" && mkfifo "$T/c/config.json"
+serve_bad "a pipe for a config.json" 3 "config.json: absent, or not the one"
+ends "sums of no model" 2 "no --model that they are of" "$K3_TIER" --slice "$T/c" --sums "$T/none" --ram 1G --listen "unix:$T/x.sock"
+ends "sums of nothing" 2 "no --model that they are of" "$K3_TIER" --sums "$T/none" --ram 1G --listen "unix:$T/x.sock"
 
 # Of another model: the client says why, and runs alone.
 rm -rf "$T/m" && cp -rL "$MODEL" "$T/m"
