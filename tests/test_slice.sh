@@ -14,24 +14,13 @@ K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier}
 CHAOS=${CHAOS:-$(dirname "$K3")/tier_chaos}
 CC=${CC:-cc}
 MODEL=${1:-demo}
-T=$(mktemp -d "${TMPDIR:-/tmp}/k3-slice-XXXXXX") || exit 1
-n_passed=0 n_failed=0 n_skipped=0
-pids=()
-stop() { # PID...
-    { kill "$@" && wait "$@"; } 2>/dev/null
-}
-trap '[ ${#pids[@]} = 0 ] || stop "${pids[@]}"; for d in small tight; do [ ! -d "$T/$d" ] || umount "$T/$d" 2>/dev/null; done; rm -rf "$T"' EXIT
+suite=slice
+# shellcheck source=tests/boxes.sh
+. "$(dirname "$0")/boxes.sh"
+at_end() { for d in small tight; do [ ! -d "$T/$d" ] || umount "$T/$d" 2>/dev/null; done; }
 limit() { if [ "$1" = stage ]; then "$@"; else timeout -k 1 120 "$@"; fi; }
 args=(-q --json --no-stop --model "$MODEL" --tokens 24 --threads 1 "Once upon a time there was a duck")
 
-field() { sed -n "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/p" "$T/out"; }
-pass() { n_passed=$((n_passed + 1)); }
-skip() { n_skipped=$((n_skipped + 1)); echo "slice: SKIP $1"; }
-fail() {
-    n_failed=$((n_failed + 1))
-    echo "FAIL $1: $2"
-    head -3 "$T/err" | sed 's/^/     /'
-}
 expect() { if [ "$2" = "$3" ]; then pass; else fail "$1" "got '$2', want '$3'"; fi; }
 # ends NAME EXIT PATTERN COMMAND...: the exit code, and what stderr or stdout says
 ends() {
@@ -47,20 +36,7 @@ ends() {
         pass
     fi
 }
-# box NAME OPTION...: a server on $T/NAME.sock; its pid in $box
-box() {
-    local name=$1
-    shift
-    rm -f "$T/$name.sock"
-    "$K3_TIER" --threads 1 --listen "unix:$T/$name.sock" "$@" 2>"$T/$name.err" &
-    box=$!
-    pids+=($box)
-    for _ in $(seq 300); do [ -S "$T/$name.sock" ] && return; sleep 0.02; done
-    echo "box $name does not start:"
-    cat "$T/$name.err"
-    exit 1
-}
-stat_of() { "$K3_TIER" status "unix:$T/$1.sock" | awk -v k="$2" '$1 == k { print $2 }'; }
+box() { start_box "$@"; }
 # held NAME N: wait until the box holds N experts
 held() {
     for _ in $(seq 300); do
@@ -69,29 +45,7 @@ held() {
     done
     fail "box $1" "holds $(stat_of "$1" experts_held), not $2"
 }
-# check NAME SERVED RUN_OPTIONS...: the hash, and at least SERVED experts from boxes
-check() {
-    local name=$1 least=$2 rc got served
-    shift 2
-    limit "$K3" run "${args[@]}" --ram "$ram" --tier-wait 200000 "$@" >"$T/out" 2>"$T/err"
-    rc=$? got=$(field logits_fnv) served=$(field far_served)
-    if [ $rc != 0 ]; then
-        fail "$name" "exit $rc"
-    elif [ "$got" != "$want" ]; then
-        fail "$name" "logits_fnv $got, not $want"
-    elif [ "${served:-0}" -lt "$least" ]; then
-        fail "$name" "$served experts served, not $least or more"
-    else
-        pass
-    fi
-}
-
-"$K3" run "${args[@]}" >"$T/out" 2>"$T/err" || { cat "$T/err"; exit 1; }
-want=$(field logits_fnv)
-"$K3" run "${args[@]}" --ram 1 --tier unix:x --tier unix:y >"$T/out" 2>"$T/err"
-ram=$(sed -n 's/.*give at least \([0-9]*\) bytes.*/\1/p' "$T/err")
-[ -n "$ram" ] || { cat "$T/err"; exit 1; }
-ram=$((ram + 65536))
+alone unix:x unix:y
 
 # Pins as bench writes them: the experts of a trace, the hottest first; then, for the sake of their
 # number, all others.
@@ -580,5 +534,4 @@ else
     skip "a shard that was not listed: no xxhash.h for $CC"
 fi
 
-echo "slice: $n_passed passed, $n_failed failed, $n_skipped skipped"
-[ $n_failed = 0 ]
+report

@@ -14,70 +14,26 @@ K3=${K3:-build/k3}
 K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier}
 CHAOS=${CHAOS:-$(dirname "$K3")/tier_chaos}
 MODEL=${1:-demo}
-T=$(mktemp -d "${TMPDIR:-/tmp}/k3-tier-XXXXXX") || exit 1
-n_passed=0 n_failed=0 n_skipped=0
-pids=()
-stop() { # PID...
-    { kill "$@" && wait "$@"; } 2>/dev/null
-}
-trap '[ ${#pids[@]} = 0 ] || stop "${pids[@]}"; rm -rf "$T"' EXIT
+suite=tier
+# shellcheck source=tests/boxes.sh
+. "$(dirname "$0")/boxes.sh"
 prompt="Once upon a time there was a duck"
 args=(-q --json --no-stop --model "$MODEL" --tokens "${TOKENS:-24}" --threads 1 "$prompt")
 
-field() { sed -n "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/p" "$T/out"; }
-pass() { n_passed=$((n_passed + 1)); }
-fail() {
-    n_failed=$((n_failed + 1))
-    echo "FAIL $1: $2"
-    head -3 "$T/err" | sed 's/^/     /'
-}
-# box NAME OPTION...: a server on $T/NAME.sock; its pid in $box
-box() {
+box() { # NAME OPTION...
     local name=$1
     shift
-    "$K3_TIER" -q --model "$MODEL" --ram "${BOX_RAM:-1G}" --threads 1 --listen "unix:$T/$name.sock" "$@" 2>"$T/$name.err" &
-    box=$!
-    pids+=($box)
-    for _ in $(seq 300); do [ -S "$T/$name.sock" ] && return; sleep 0.02; done
-    echo "box $name does not start:"
-    cat "$T/$name.err"
-    exit 1
+    start_box "$name" -q --model "$MODEL" --ram "${BOX_RAM:-1G}" "$@"
 }
 # held NAME N: wait until the box holds N experts
 held() {
     for _ in $(seq 300); do
-        [ "$("$K3_TIER" status "unix:$T/$1.sock" | awk '$1 == "experts_held" { print $2 }')" -ge "$2" ] && return
+        [ "$(stat_of "$1" experts_held)" -ge "$2" ] && return
         sleep 0.02
     done
     echo "box $1 does not warm up"
 }
-stat_of() { "$K3_TIER" status "unix:$T/$1.sock" | awk -v k="$2" '$1 == k { print $2 }'; }
-
-# check NAME SERVED RUN_OPTIONS...: the hash, and at least SERVED experts from boxes
-check() {
-    [ -z "${TIMES:-}" ] || date "+%M:%S.%N $1"
-    local name=$1 least=$2
-    shift 2
-    timeout -k 1 120 "$K3" run "${args[@]}" --ram "$ram" --tier-wait "${WAIT:-200000}" "$@" >"$T/out" 2>"$T/err"
-    local rc=$? got served
-    got=$(field logits_fnv) served=$(field far_served)
-    if [ $rc != 0 ]; then
-        fail "$name" "exit $rc"
-    elif [ "$got" != "$want" ]; then
-        fail "$name" "logits_fnv $got, not $want"
-    elif [ "${served:-0}" -lt "$least" ]; then
-        fail "$name" "$served experts served, not $least or more"
-    else
-        pass
-    fi
-}
-
-"$K3" run "${args[@]}" >"$T/out" 2>"$T/err" || { cat "$T/err"; exit 1; }
-want=$(field logits_fnv)
-"$K3" run "${args[@]}" --ram 1 --tier unix:x --tier unix:y --tier unix:z --tier unix:w >"$T/out" 2>"$T/err"
-ram=$(sed -n 's/.*give at least \([0-9]*\) bytes.*/\1/p' "$T/err")
-[ -n "$ram" ] || { cat "$T/err"; exit 1; }
-ram=$((ram + 65536))
+alone unix:x unix:y unix:z unix:w
 
 # aside NAME FUNCTION: run it beside the rest, with files of its own; `together` takes in what it found
 asides=()
@@ -400,5 +356,4 @@ check "warm box, once more" 300 --tier "unix:$T/warm.sock"
 grown=$(($(stat_of warm resident_memory_bytes) - rss))
 [ -n "${K3_SAN:-}" ] || { [ $grown -le 65536 ] && pass || fail "memory" "grew by $grown bytes in a run"; }
 
-echo "tier: $n_passed passed, $n_failed failed, $n_skipped skipped"
-[ $n_failed = 0 ]
+report

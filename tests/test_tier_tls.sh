@@ -19,27 +19,11 @@ command -v openssl >/dev/null || { echo "tier_tls: SKIP the openssl program is n
 command -v python3 >/dev/null || { echo "tier_tls: SKIP python3 is not installed (scripts/deps.sh test)"; exit 77; }
 "$K3" run --model "$MODEL" --tier tls:localhost x 2>&1 | grep -q "without libcurl" &&
     { echo "tier_tls: SKIP built without libcurl, so without TLS and proxies"; exit 77; }
-T=$(mktemp -d "${TMPDIR:-/tmp}/k3-tls-XXXXXX") || exit 1
-n_passed=0 n_failed=0 n_skipped=0
-pids=()
-stop() { # PID...
-    { kill "$@" && wait "$@"; } 2>/dev/null
-}
-trap '[ ${#pids[@]} = 0 ] || stop "${pids[@]}"; rm -rf "$T"' EXIT
+suite=tier_tls
+# shellcheck source=tests/boxes.sh
+. "$(dirname "$0")/boxes.sh"
 prompt=$(awk '$1 == 0 { print $2 }' tests/data/golden_prompts.tsv)
 args=(-q --json --no-stop --model "$MODEL" --ids "$prompt" --tokens 32 --threads 1)
-
-field() { sed -n "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/p" "$T/out"; }
-pass() { n_passed=$((n_passed + 1)); }
-fail() {
-    n_failed=$((n_failed + 1))
-    echo "FAIL $1: $2"
-    tail -n 3 "$T/err" | sed 's/^/     /'
-}
-skip() {
-    n_skipped=$((n_skipped + 1))
-    echo "tier_tls: SKIP $1"
-}
 
 # ---- Certificates ----
 
@@ -191,7 +175,7 @@ box() {
     shift
     new_port
     addr=${addr//@/$port}
-    start_box "$addr" "$@"
+    listen_box "$addr" "$@"
     mine=(--psk-file "$T/psk" --tls-ca "$T/ca.pem" --tls-cert "$T/client.pem" --tls-key "$T/client.key")
     case $addr in tls:*) ;; *) mine=(--psk-file "$T/psk") ;; esac
     addr=${addr//0.0.0.0/127.0.0.1}
@@ -207,7 +191,7 @@ box() {
     exit 1
 }
 holds=(--model "$MODEL") # what boxes are started with; (): they wait for `k3 stage`
-start_box() {
+listen_box() {
     local addr=$1
     shift
     "$K3_TIER" "${holds[@]}" --ram 1G --threads 1 --listen "$addr" "$@" 2>"$T/box.err" &
@@ -251,15 +235,10 @@ quick() { # NAME MS: the command since `start` took no longer; a sanitizer may b
     [ "$took" -lt $(($2 * (${#K3_SAN} ? 3 : 1))) ] && pass || fail "$1" "took $took ms"
 }
 
-"$K3" run "${args[@]}" >"$T/out" 2>"$T/err" || { cat "$T/err"; exit 1; }
-want=$(field logits_fnv)
+alone tls:localhost tls:localhost
 if [ "$MODEL" = demo ]; then
     [ "$want" = "$(awk '$1 == 0 { print $3 }' demo/bits.tsv)" ] && pass || fail "no box" "not the hash of demo/bits.tsv"
 fi
-"$K3" run "${args[@]}" --ram 1 --tier tls:localhost --tier tls:localhost >"$T/out" 2>"$T/err"
-ram=$(sed -n 's/.*give at least \([0-9]*\) bytes.*/\1/p' "$T/err")
-[ -n "$ram" ] || { cat "$T/err"; exit 1; }
-ram=$((ram + 65536))
 
 # ---- TLS: the box is known, anybody comes in ----
 
@@ -577,5 +556,4 @@ for addr in tls: tls:7383 tls:unix:/x tls:::1 'tls:a b' 'tls:u@h' 'tls:h/p:1' tl
     refused "the address '$addr'" "is no address" "$K3" run "${args[@]}" --tier "$addr"
 done
 
-echo "tier_tls: $n_passed passed, $n_failed failed, $n_skipped skipped"
-[ $n_failed = 0 ]
+report

@@ -1,0 +1,79 @@
+# boxes.sh - what the tests of far boxes share; sourced with `suite` set to the name they report by.
+#
+# T is a directory of the test's own, removed at the end with every process in `pids`; at_end, where a
+# test defines it, runs before. K3, K3_TIER and MODEL are set by the test, `args` before `alone`.
+# shellcheck shell=bash disable=SC2034,SC2154
+T=$(mktemp -d "${TMPDIR:-/tmp}/k3-$suite-XXXXXX") || exit 1
+n_passed=0 n_failed=0 n_skipped=0
+pids=()
+stop() { # PID...
+    { kill "$@" && wait "$@"; } 2>/dev/null
+}
+at_end() { :; }
+trap '[ ${#pids[@]} = 0 ] || stop "${pids[@]}"; at_end; rm -rf "$T"' EXIT
+
+field() { sed -n "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/p" "$T/out"; }
+pass() { n_passed=$((n_passed + 1)); }
+skip() {
+    n_skipped=$((n_skipped + 1))
+    echo "$suite: SKIP $1"
+}
+fail() {
+    n_failed=$((n_failed + 1))
+    echo "FAIL $1: $2"
+    tail -n 3 "$T/err" | sed 's/^/     /'
+}
+report() {
+    echo "$suite: $n_passed passed, $n_failed failed, $n_skipped skipped"
+    [ $n_failed = 0 ]
+}
+
+# start_box NAME OPTION...: a server on $T/NAME.sock; its pid in $box
+start_box() {
+    local name=$1
+    shift
+    rm -f "$T/$name.sock"
+    "$K3_TIER" --threads 1 --listen "unix:$T/$name.sock" "$@" 2>"$T/$name.err" &
+    box=$!
+    pids+=($box)
+    for _ in $(seq 1500); do
+        [ -S "$T/$name.sock" ] && return
+        kill -0 $box 2>/dev/null || break
+        sleep 0.02
+    done
+    echo "box $name does not start:"
+    cat "$T/$name.err"
+    exit 1
+}
+stat_of() { "$K3_TIER" status "unix:$T/$1.sock" 2>/dev/null | awk -v k="$2" '$1 == k { print $2 }'; }
+
+# alone ADDR...: the hash without boxes in `want`; in `ram` what a run with such boxes needs, and a
+# little
+alone() {
+    local addr tiers=()
+    for addr; do tiers+=(--tier "$addr"); done
+    "$K3" run "${args[@]}" >"$T/out" 2>"$T/err" || { cat "$T/err"; exit 1; }
+    want=$(field logits_fnv)
+    "$K3" run "${args[@]}" --ram 1 "${tiers[@]}" >"$T/out" 2>"$T/err"
+    ram=$(sed -n 's/.*give at least \([0-9]*\) bytes.*/\1/p' "$T/err")
+    [ -n "$ram" ] || { cat "$T/err"; exit 1; }
+    ram=$((ram + 65536))
+}
+
+# check NAME SERVED RUN_OPTIONS...: the hash, and at least SERVED experts from boxes
+check() {
+    [ -z "${TIMES:-}" ] || date "+%M:%S.%N $1"
+    local name=$1 least=$2 rc got served
+    shift 2
+    timeout -k 1 120 "$K3" run "${args[@]}" --ram "$ram" --tier-wait "${WAIT:-200000}" "$@" >"$T/out" 2>"$T/err"
+    rc=$? got=$(field logits_fnv) served=$(field far_served)
+    if [ $rc != 0 ]; then
+        fail "$name" "exit $rc"
+    elif [ "$got" != "$want" ]; then
+        fail "$name" "logits_fnv $got, not $want"
+    elif [ "${served:-0}" -lt "$least" ]; then
+        fail "$name" "$served experts served, not $least or more"
+    else
+        pass
+    fi
+}
