@@ -5,6 +5,7 @@
  */
 #include "gpu_bench.h"
 #include "gpu_tier.h"
+#include "k3_common.h"
 #include "tier.h"
 
 #include <stdbool.h>
@@ -20,12 +21,6 @@
 typedef struct {
     uint64_t whole, begin, in, kernel, out;
 } sample;
-
-static uint64_t clock_ns(void) {
-    struct timespec ts;
-    clock_gettime(CLOCK_MONOTONIC, &ts);
-    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
-}
 
 static uint64_t seed = 1;
 
@@ -102,7 +97,7 @@ static int measure(gpu *g, uint32_t latent, uint32_t experts, uint32_t rows, uin
         bool is_timed = i >= n_runs + 20;
         uint32_t at = i % (n_runs + 20);
         if (at == 0) gpu_timing(g, is_timed);
-        for (uint32_t x = 0; x < experts; x++) items[x] = (gpu_item){slot++ % banks, x * rows, rows, 0};
+        for (uint32_t x = 0; x < experts; x++) items[x] = (gpu_item){slot++ % banks, x * rows, rows};
         uint64_t start = clock_ns();
         rc = gpu_begin(g, z, rows, items, experts, row, w, experts * rows, why, n_why);
         uint64_t begun = clock_ns();

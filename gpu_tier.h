@@ -46,7 +46,7 @@ typedef struct {
 
 /* One expert of a request: pairs [first, first + n) go through what lies in `slot`. */
 typedef struct {
-    uint32_t slot, first, n, pad;
+    uint32_t slot, first, n;
 } gpu_item;
 
 /* Take the device, VRAM for slots, and buffers for the largest request. Returns 0; -1 and one line

@@ -129,12 +129,6 @@ const char *fmt_bytes(char text[32], uint64_t n_bytes) {
     return text;
 }
 
-uint64_t clock_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
 double per_second(uint64_t n, uint64_t ns) { return ns ? (double)n * 1e9 / (double)ns : 0.0; }
 
 /* ==== 2. Options: the table ==========================================================
@@ -471,49 +465,6 @@ bool is_given(const cli_args *a, const char *name) {
  * is an error, the last of two wins. `--name=VALUE` and `--name VALUE` are the same; `--`
  * ends options. All of it is checked before any file is opened.
  */
-
-/* Decimal digits only, no sign, no blank, no overflow. */
-bool parse_u64(const char *text, size_t n, uint64_t *out) {
-    uint64_t value = 0;
-    if (n == 0) return false;
-    for (size_t i = 0; i < n; i++) {
-        if (text[i] < '0' || text[i] > '9') return false;
-        uint64_t digit = (uint64_t)(text[i] - '0');
-        if (value > (UINT64_MAX - digit) / 10) return false;
-        value = value * 10 + digit;
-    }
-    *out = value;
-    return true;
-}
-
-/* A plain decimal number such as 0.7 or 1e-5: no sign, blank, hex, nan or inf. */
-bool parse_real(const char *text, char **end, double *out) {
-    if (!isdigit((unsigned char)text[0]) && text[0] != '.') return false;
-    if (text[0] == '0' && (text[1] == 'x' || text[1] == 'X')) return false;
-    *out = strtod(text, end);
-    return *end != text && isfinite(*out);
-}
-
-/* 512M, 1.5GiB, 2GB, 1000000: K M G T and KiB.. are powers of 1024, KB.. of 1000. */
-static bool parse_size(const char *text, uint64_t *out) {
-    static const char letters[] = "KMGT";
-    char *end;
-    double value, base = 1024.0;
-    if (parse_u64(text, strlen(text), out)) return true;
-    if (!parse_real(text, &end, &value)) return false;
-    const char *letter = *end ? strchr(letters, toupper((unsigned char)*end)) : NULL;
-    if (letter) {
-        end++;
-        if (strcasecmp(end, "B") == 0) base = 1000.0;
-        if (base == 1024.0 && *end && strcasecmp(end, "iB") != 0) return false;
-        for (const char *p = letters; p <= letter; p++) value *= base;
-    } else if (*end && strcasecmp(end, "B") != 0) {
-        return false;
-    }
-    if (value >= 0x1p63) return false;
-    *out = (uint64_t)value;
-    return true;
-}
 
 static bool parse_hash(const char *text, uint64_t *out) {
     if (text[0] == '0' && text[1] == 'x') text += 2;

@@ -7,6 +7,7 @@
 #define K3_CLI_H
 
 #include "k3.h"
+#include "k3_common.h"
 
 #include <json-c/json.h>
 #include <signal.h>
@@ -45,7 +46,6 @@ struct json_object;
 int out_json_line(struct json_object *o); /* one line; the object is given up */
 
 const char *fmt_bytes(char text[32], uint64_t n_bytes);
-uint64_t clock_ns(void);
 double per_second(uint64_t n, uint64_t ns);
 double percent(uint64_t part, uint64_t whole);
 
@@ -109,8 +109,6 @@ typedef struct {
 } cli_args;
 
 bool is_given(const cli_args *a, const char *name);
-bool parse_u64(const char *text, size_t n, uint64_t *out);
-bool parse_real(const char *text, char **end, double *out);
 void nearest(const char *typed, const char *name, const char **best, size_t *distance);
 
 /* ---- Terminal ------------------------------------------------------------------------ */

@@ -739,28 +739,17 @@ static bool wire_send(wire *w, enum tier_type type, size_t n) {
 
 /* Prove that both know the key; then the welcome is in `in`. */
 static bool stage_prove(wire *w, const uint8_t hello[TIER_HELLO_BYTES], tier_head *h) {
-    uint8_t want[32], *p = w->in + TIER_HEAD_BYTES;
-    if (w->key.n == 0) return wire_fail(w, "the box wants a key: give --psk-file");
-    if (h->n != TIER_CHALLENGE_BYTES) return wire_fail(w, "a challenge of the wrong length");
-    tier_proof(&w->key, "k3-tier server", hello, p, want);
-    if (CRYPTO_memcmp(want, p + TIER_NONCE_BYTES, 32) != 0)
-        return wire_fail(w, "the box has another key");
-    tier_proof(&w->key, "k3-tier client", hello, p, w->out + TIER_HEAD_BYTES);
+    const char *why =
+        tier_answer(&w->key, hello, w->in + TIER_HEAD_BYTES, h->n, w->out + TIER_HEAD_BYTES);
+    if (why) return wire_fail(w, why);
     return wire_send(w, TIER_PROOF, TIER_PROOF_BYTES) &&
            wire_read(w, TIER_WELCOME, TIER_WELCOME, h);
 }
 
 /* What the box holds of each layer. */
 static bool stage_resident(wire *w, const uint8_t *p, size_t n) {
-    size_t map = tier_map_bytes(w->m.n_experts), one = 4 + map;
-    if (n % one) return wire_fail(w, "a resident frame of the wrong length");
-    for (; n > 0; n -= one, p += one) {
-        uint32_t il = tier_get16(p);
-        if (il < w->m.n_dense || il >= w->m.n_layers)
-            return wire_fail(w, "a resident frame for no layer");
-        memcpy(w->held + (il - w->m.n_dense) * map, p + 4, map);
-    }
-    return true;
+    const char *why = tier_resident_parse(&w->m, p, n, w->held);
+    return why ? wire_fail(w, why) : true;
 }
 
 /* From hello to what the box holds. */

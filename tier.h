@@ -596,6 +596,23 @@ static inline const char *tier_reply_parse(const tier_model *m, const uint8_t *p
     return NULL;
 }
 
+/* What a resident frame says, taken into held, u8[n_layers - n_dense][map bytes]; NULL, or what is
+ * wrong with it. */
+static inline const char *tier_resident_parse(const tier_model *m, const uint8_t *p, size_t n,
+                                              uint8_t *held) {
+    size_t map = tier_map_bytes(m->n_experts), one = 4 + map;
+    if (n % one) return "a resident frame of the wrong length";
+    for (; n > 0; n -= one, p += one) {
+        uint32_t il = tier_get16(p);
+        if (il < m->n_dense || il >= m->n_layers || tier_get16(p + 2))
+            return "a resident frame for no layer";
+        if (m->n_experts % 8 && p[4 + map - 1] >> m->n_experts % 8)
+            return "a resident frame with more experts than there are";
+        memcpy(held + (il - m->n_dense) * map, p + 4, map);
+    }
+    return NULL;
+}
+
 /* ---- Addresses ---- */
 
 typedef struct {
@@ -705,6 +722,21 @@ static inline void tier_proof(const tier_key *key, const char *who,
     memcpy(text + 14 + TIER_HELLO_BYTES, nonce, TIER_NONCE_BYTES);
     memset(out, 0, 32);
     HMAC(EVP_sha256(), key->bytes, (int)key->n, text, sizeof text, out, &n);
+}
+
+/* The client's answer to a challenge of n bytes, if the server has proven that it knows the key. NULL
+ * and the proof, which may be written over the challenge; or why there is none. */
+static inline const char *tier_answer(const tier_key *key, const uint8_t hello[TIER_HELLO_BYTES],
+                                      const uint8_t *challenge, size_t n, uint8_t *proof) {
+    uint8_t want[32], nonce[TIER_NONCE_BYTES];
+    if (key->n == 0) return "the box wants a key: give --psk-file";
+    if (n != TIER_CHALLENGE_BYTES) return "a challenge of the wrong length";
+    tier_proof(key, "k3-tier server", hello, challenge, want);
+    if (CRYPTO_memcmp(want, challenge + TIER_NONCE_BYTES, 32) != 0)
+        return "the box has another key";
+    memcpy(nonce, challenge, sizeof nonce);
+    tier_proof(key, "k3-tier client", hello, nonce, proof);
+    return NULL;
 }
 
 static inline bool tier_nonce(uint8_t out[TIER_NONCE_BYTES]) {

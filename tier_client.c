@@ -93,12 +93,6 @@ struct tier {
     box boxes[TIER_MAX_BOXES];
 };
 
-static uint64_t clock_ns(void) {
-    struct timespec ts;
-    clock_gettime(CLOCK_MONOTONIC, &ts);
-    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
-}
-
 /* Leave one line for whoever asks; the last one counts. Lock held. */
 __attribute__((format(printf, 2, 3))) static void box_say(box *b, const char *fmt, ...) {
     va_list ap;
@@ -195,18 +189,9 @@ static uint32_t bits(const uint8_t *p, size_t n) {
 /* What the box holds of some layers. */
 static const char *box_take_resident(box *b, const uint8_t *p, size_t n) {
     const tier_model *m = &b->t->m;
-    size_t map = tier_map_bytes(m->n_experts), one = 4 + map;
-    if (n % one) return "a resident frame of the wrong length";
-    for (; n > 0; n -= one, p += one) {
-        uint32_t il = tier_get16(p);
-        if (il < m->n_dense || il >= m->n_layers || tier_get16(p + 2))
-            return "a resident frame for no layer";
-        if (m->n_experts % 8 && p[4 + map - 1] >> m->n_experts % 8)
-            return "a resident frame with more experts than there are";
-        memcpy(b->held + (il - m->n_dense) * map, p + 4, map);
-    }
-    b->n_held = bits(b->held, (m->n_layers - m->n_dense) * map);
-    return NULL;
+    const char *why = tier_resident_parse(m, p, n, b->held);
+    b->n_held = bits(b->held, (m->n_layers - m->n_dense) * tier_map_bytes(m->n_experts));
+    return why;
 }
 
 /* ==== 3. One layer =================================================================== */
@@ -646,12 +631,9 @@ static const char *hello_turn(box *b, uint64_t until_ns, size_t most, tier_head 
 
 /* The server proves that it knows the key, and so do we. */
 static const char *hello_prove(box *b, const uint8_t hello[TIER_HELLO_BYTES], const tier_head *h) {
-    uint8_t want[32], *p = b->in + TIER_HEAD_BYTES;
-    if (b->t->key.n == 0) return "the box wants a key: give --psk-file";
-    if (h->n != TIER_CHALLENGE_BYTES) return "a challenge of the wrong length";
-    tier_proof(&b->t->key, "k3-tier server", hello, p, want);
-    if (CRYPTO_memcmp(want, p + TIER_NONCE_BYTES, 32) != 0) return "the box has another key";
-    tier_proof(&b->t->key, "k3-tier client", hello, p, b->out + TIER_HEAD_BYTES);
+    const char *why = tier_answer(&b->t->key, hello, b->in + TIER_HEAD_BYTES, h->n,
+                                  b->out + TIER_HEAD_BYTES);
+    if (why) return why;
     b->n_out = tier_seal(b->out, TIER_PROOF, 0, TIER_PROOF_BYTES);
     b->i_out = 0;
     return NULL;

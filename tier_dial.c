@@ -26,12 +26,6 @@ enum {
     MAX_PEM = 1 << 20  /* bytes of a file of certificates      */
 };
 
-static uint64_t clock_ns(void) {
-    struct timespec ts;
-    clock_gettime(CLOCK_MONOTONIC, &ts);
-    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
-}
-
 /* Say why, in one printable line, since some of it may come from strangers. Returns -1. */
 __attribute__((format(printf, 2, 3))) static int link_fail(tier_link *l, const char *fmt, ...) {
     char text[sizeof l->why];

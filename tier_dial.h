@@ -7,6 +7,8 @@
 #ifndef K3_TIER_DIAL_H
 #define K3_TIER_DIAL_H
 
+#include "k3_common.h"
+
 #define TIER_WIRE
 #include "tier.h"
 

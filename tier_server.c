@@ -75,12 +75,6 @@ static int fail_status(int status, const k3_error *err) {
 
 #include "tier_keep.h"
 
-static uint64_t clock_ns(void) {
-    struct timespec ts;
-    clock_gettime(CLOCK_MONOTONIC, &ts);
-    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
-}
-
 /* ==== 2. Experts: slots and heat =====================================================
  *
  * A slot holds one whole expert, read and checked, or is being filled, or is free. Heat is how
@@ -633,7 +627,7 @@ static uint32_t vram_begin(server *s, const tier_request *r, const float *z) {
     for (uint32_t x = 0; x < r->n_experts; x++) {
         const item *it = &s->items[x];
         if (it->on_gpu && !it->is_bad)
-            s->gpu_items[n++] = (gpu_item){(uint32_t)it->i_vram, it->first, it->n, 0};
+            s->gpu_items[n++] = (gpu_item){(uint32_t)it->i_vram, it->first, it->n};
     }
     if (n == 0 || gpu_begin(s->gpu, z, r->n_rows, s->gpu_items, n, s->pair_row, s->pair_w,
                             r->n_pairs, why, sizeof why) == 0)
@@ -1823,8 +1817,7 @@ static bool status_send(tier_link *l, uint8_t *frame, enum tier_type type, uint3
 
 /* From hello to the first frame behind it; false when it is no good. */
 static bool status_hello(tier_link *l, const tier_key *key, uint8_t *frame, tier_head *h) {
-    uint8_t hello[TIER_HELLO_BYTES], want[32], nonce[TIER_NONCE_BYTES],
-        *p = frame + TIER_HEAD_BYTES;
+    uint8_t hello[TIER_HELLO_BYTES], nonce[TIER_NONCE_BYTES], *p = frame + TIER_HEAD_BYTES;
     tier_model none = {.numerics = ""};
     if (!tier_nonce(nonce)) return false;
     tier_hello_pack(hello, &none, 1, nonce);
@@ -1832,10 +1825,7 @@ static bool status_hello(tier_link *l, const tier_key *key, uint8_t *frame, tier
     if (!status_send(l, frame, TIER_HELLO, TIER_HELLO_BYTES) || !status_read(l, frame, h))
         return false;
     if (h->type != TIER_CHALLENGE || h->n != TIER_CHALLENGE_BYTES || key->n == 0) return true;
-    tier_proof(key, "k3-tier server", hello, p, want);
-    if (CRYPTO_memcmp(want, p + TIER_NONCE_BYTES, 32) != 0) return false;
-    memcpy(nonce, p, sizeof nonce);
-    tier_proof(key, "k3-tier client", hello, nonce, p);
+    if (tier_answer(key, hello, p, h->n, p)) return false;
     return status_send(l, frame, TIER_PROOF, TIER_PROOF_BYTES) && status_read(l, frame, h);
 }
 
@@ -1925,34 +1915,9 @@ static const char HELP[] =
     "Exit codes: 0 done, 1 I/O or memory, 2 usage, 3 model refused, 4 --ram too small.\n";
 
 static bool parse_count(const char *text, uint64_t lo, uint64_t hi, uint32_t *out) {
-    char *end;
-    if (text[0] < '0' || text[0] > '9') return false;
-    errno = 0;
-    unsigned long long v = strtoull(text, &end, 10);
-    if (*end || errno || v < lo || v > hi) return false;
+    uint64_t v;
+    if (!parse_u64(text, strlen(text), &v) || v < lo || v > hi) return false;
     *out = (uint32_t)v;
-    return true;
-}
-
-/* 64G, 1.5GiB, 512MB, bytes: as `k3 --ram` reads them. */
-static bool parse_size(const char *text, uint64_t *out) {
-    static const char letters[] = "KMGT";
-    char *end;
-    if (text[0] < '0' || text[0] > '9') return false;
-    double v = strtod(text, &end), base = 1024.0;
-    const char *letter = *end ? strchr(letters, *end & ~0x20) : NULL;
-    if (letter) {
-        end++;
-        if (strcasecmp(end, "B") == 0)
-            base = 1000.0;
-        else if (*end && strcasecmp(end, "iB") != 0)
-            return false;
-        for (const char *p = letters; p <= letter; p++) v *= base;
-    } else if (*end && strcasecmp(end, "B") != 0) {
-        return false;
-    }
-    if (!(v >= 1 && v < 0x1p63)) return false;
-    *out = (uint64_t)v;
     return true;
 }
 
@@ -2000,7 +1965,7 @@ static int option_set(options *o, const option *k, const char *text) {
         return fail(FAIL_USAGE, "%s: '%s' is not a whole number from %u to %u", k->name, text,
                     k->lo, k->hi);
     case O_SIZE:
-        if (parse_size(text, field)) return DONE;
+        if (parse_size(text, field) && *(uint64_t *)field > 0) return DONE;
         return fail(FAIL_USAGE, "%s: '%s' is not a size such as 64G, 512M or 1.5GiB", k->name,
                     text);
     case O_LISTEN:

@@ -9,9 +9,7 @@
  */
 #define TIER_SERVER_TEST
 #include "../tier_server.c"
-#define clock_ns client_clock_ns
 #include "../tier_client.c"
-#undef clock_ns
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -162,7 +160,7 @@ static void attack_client(size_t n) {
     memset(b->held, 0xff, (sv.m.n_layers - sv.m.n_dense) * tier_map_bytes(sv.m.n_experts));
     memset(sums, 0, sizeof sums);
     must(tier_ask(t, 2, 3, 2, row, w) && tier_ask(t, 2, 7, 4, row, w), "asking");
-    tier_send(t, z, client_clock_ns() + 1000000000u);
+    tier_send(t, z, clock_ns() + 1000000000u);
     for (size_t at = 0, idle = 0; idle < 3 && b->is_mine; idle++) {
         size_t put = push(fds[1], stream + at, n - at);
         at += put;

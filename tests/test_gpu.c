@@ -140,7 +140,7 @@ static void request_fill(request *r, const model *m, uint32_t n_rows, uint32_t n
             takes[t][e] = 1;
         }
     for (uint32_t e = 0; e < n_experts; e++) {
-        gpu_item it = {m->n - 1 - e, r->n_pairs, 0, 0}; /* slots the other way round */
+        gpu_item it = {m->n - 1 - e, r->n_pairs, 0}; /* slots the other way round */
         for (uint32_t t = 0; t < n_rows; t++)
             if (takes[t][e]) {
                 r->row[r->n_pairs] = t;
@@ -291,7 +291,7 @@ static void test_codes(void) {
         for (int k = 0; k < 64; k++) {
             uint32_t at = (uint32_t)(k * 8 + pass % 8);
             r.n_rows = r.n_items = r.n_pairs = 1;
-            r.items[0] = (gpu_item){0, 0, 1, 0};
+            r.items[0] = (gpu_item){0, 0, 1};
             r.row[0] = 0;
             r.w[0] = 1.0f;
             for (int i = 0; i < 512; i++) r.z[i] = i == (int)at ? 1.0f : pass % 2 ? 0.0f : -0.0f;

@@ -1,0 +1,65 @@
+/* k3_common.h - what both programs need and no library has: a clock, and numbers as people write them. */
+#ifndef K3_COMMON_H
+#define K3_COMMON_H
+
+#include <ctype.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <time.h>
+
+/* CLOCK_MONOTONIC, nanoseconds. */
+static inline uint64_t clock_ns(void) {
+    struct timespec ts;
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+/* Decimal digits only, no sign, no blank, no overflow. */
+static inline bool parse_u64(const char *text, size_t n, uint64_t *out) {
+    uint64_t value = 0;
+    if (n == 0) return false;
+    for (size_t i = 0; i < n; i++) {
+        if (text[i] < '0' || text[i] > '9') return false;
+        uint64_t digit = (uint64_t)(text[i] - '0');
+        if (value > (UINT64_MAX - digit) / 10) return false;
+        value = value * 10 + digit;
+    }
+    *out = value;
+    return true;
+}
+
+/* A plain decimal number such as 0.7 or 1e-5: no sign, blank, hex, nan or inf. */
+static inline bool parse_real(const char *text, char **end, double *out) {
+    if (!isdigit((unsigned char)text[0]) && text[0] != '.') return false;
+    if (text[0] == '0' && (text[1] == 'x' || text[1] == 'X')) return false;
+    *out = strtod(text, end);
+    return *end != text && isfinite(*out);
+}
+
+/* 512M, 1.5GiB, 2GB, 1000000: K M G T and KiB.. are powers of 1024, KB.. of 1000. */
+static inline bool parse_size(const char *text, uint64_t *out) {
+    static const char letters[] = "KMGT";
+    char *end;
+    double value, base = 1024.0;
+    if (parse_u64(text, strlen(text), out)) return true;
+    if (!parse_real(text, &end, &value)) return false;
+    const char *letter = *end ? strchr(letters, toupper((unsigned char)*end)) : NULL;
+    if (letter) {
+        end++;
+        if (strcasecmp(end, "B") == 0) base = 1000.0;
+        if (base == 1024.0 && *end && strcasecmp(end, "iB") != 0) return false;
+        for (const char *p = letters; p <= letter; p++) value *= base;
+    } else if (*end && strcasecmp(end, "B") != 0) {
+        return false;
+    }
+    if (value >= 0x1p63) return false;
+    *out = (uint64_t)value;
+    return true;
+}
+
+#endif
