@@ -1,8 +1,15 @@
 # boxes.sh - what the tests of far boxes share; sourced with `suite` set to the name they report by.
 #
 # T is a directory of the test's own, removed at the end with every process in `pids`; at_end, where a
-# test defines it, runs before. K3, K3_TIER and MODEL are set by the test, `args` before `alone`.
+# test defines it, runs before. `args` is the test's, set before `alone`.
 # shellcheck shell=bash disable=SC2034,SC2154
+set -u
+export LC_ALL=C
+export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
+K3=${K3:-build/k3}
+K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier}
+CHAOS=${CHAOS:-$(dirname "$K3")/tier_chaos}
+MODEL=${1:-demo}
 T=$(mktemp -d "${TMPDIR:-/tmp}/k3-$suite-XXXXXX") || exit 1
 n_passed=0 n_failed=0 n_skipped=0
 pids=()
@@ -26,6 +33,23 @@ fail() {
 report() {
     echo "$suite: $n_passed passed, $n_failed failed, $n_skipped skipped"
     [ $n_failed = 0 ]
+}
+
+# ends NAME EXIT PATTERN COMMAND...: the exit code, and what stderr or stdout says; a test may define
+# `limit` to run its commands by
+limit() { timeout -k 1 120 "$@"; }
+ends() {
+    local name=$1 want=$2 pattern=$3 rc
+    shift 3
+    limit "$@" >"$T/out" 2>"$T/err"
+    rc=$?
+    if [ $rc != "$want" ]; then
+        fail "$name" "exit $rc, not $want"
+    elif ! cat "$T/out" "$T/err" | grep -Eq -- "$pattern"; then
+        fail "$name" "nothing matches: $pattern"
+    else
+        pass
+    fi
 }
 
 # start_box NAME OPTION...: a server on $T/NAME.sock; its pid in $box

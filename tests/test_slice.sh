@@ -6,14 +6,7 @@
 # What `k3 slice` writes is read by a Python program that knows the safetensors format and nothing
 # of this source, and by a C program of a few lines around the published xxhash.h. Every run with a
 # box must give the logits_fnv of a run without; where the box is well its help must show.
-set -u
-export LC_ALL=C
-export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
-K3=${K3:-build/k3}
-K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier}
-CHAOS=${CHAOS:-$(dirname "$K3")/tier_chaos}
 CC=${CC:-cc}
-MODEL=${1:-demo}
 suite=slice
 # shellcheck source=tests/boxes.sh
 . "$(dirname "$0")/boxes.sh"
@@ -22,20 +15,6 @@ limit() { if [ "$1" = stage ]; then "$@"; else timeout -k 1 120 "$@"; fi; }
 args=(-q --json --no-stop --model "$MODEL" --tokens 24 --threads 1 "Once upon a time there was a duck")
 
 expect() { if [ "$2" = "$3" ]; then pass; else fail "$1" "got '$2', want '$3'"; fi; }
-# ends NAME EXIT PATTERN COMMAND...: the exit code, and what stderr or stdout says
-ends() {
-    local name=$1 want=$2 pattern=$3 rc
-    shift 3
-    limit "$@" >"$T/out" 2>"$T/err"
-    rc=$?
-    if [ $rc != "$want" ]; then
-        fail "$name" "exit $rc, not $want"
-    elif ! cat "$T/out" "$T/err" | grep -Eq -- "$pattern"; then
-        fail "$name" "nothing matches: $pattern"
-    else
-        pass
-    fi
-}
 box() { start_box "$@"; }
 # held NAME N: wait until the box holds N experts
 held() {

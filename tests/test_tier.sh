@@ -7,13 +7,6 @@
 # dead, warm, cold, half full, two and four with uneven and overlapping shares, killed and started
 # again while text is made, and behind a proxy that lies in every way it knows (tier_chaos.c). Each
 # must give the logits_fnv of a run without boxes. Where a box is well its help must also show.
-set -u
-export LC_ALL=C
-export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
-K3=${K3:-build/k3}
-K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier}
-CHAOS=${CHAOS:-$(dirname "$K3")/tier_chaos}
-MODEL=${1:-demo}
 suite=tier
 # shellcheck source=tests/boxes.sh
 . "$(dirname "$0")/boxes.sh"

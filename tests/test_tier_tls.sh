@@ -7,21 +7,16 @@
 # that has expired, one for another name. Proxies and peers that misbehave are a few lines of Python.
 # Every run must give the logits_fnv of a run without boxes (with the bundled model: of demo/bits.tsv),
 # whoever was refused. SERVED says whether the box was used.
-set -u
-export LC_ALL=C
-export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
+suite=tier_tls
+# shellcheck source=tests/boxes.sh
+. "$(dirname "$0")/boxes.sh"
+limit() { timeout -k 1 60 "$@"; }
 K3_SAN=${K3_SAN:-}
 unset http_proxy https_proxy all_proxy no_proxy HTTPS_PROXY ALL_PROXY NO_PROXY
-K3=${K3:-build/k3}
-K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier}
-MODEL=${1:-demo}
 command -v openssl >/dev/null || { echo "tier_tls: SKIP the openssl program is not installed (scripts/deps.sh test)"; exit 77; }
 command -v python3 >/dev/null || { echo "tier_tls: SKIP python3 is not installed (scripts/deps.sh test)"; exit 77; }
 "$K3" run --model "$MODEL" --tier tls:localhost x 2>&1 | grep -q "without libcurl" &&
     { echo "tier_tls: SKIP built without libcurl, so without TLS and proxies"; exit 77; }
-suite=tier_tls
-# shellcheck source=tests/boxes.sh
-. "$(dirname "$0")/boxes.sh"
 prompt=$(awk '$1 == 0 { print $2 }' tests/data/golden_prompts.tsv)
 args=(-q --json --no-stop --model "$MODEL" --ids "$prompt" --tokens 32 --threads 1)
 
@@ -388,17 +383,9 @@ stop $peer
 
 # stage NAME EXIT PATTERN ADDR OPTION...: the exit code, and what it says
 stage() {
-    local name=$1 code=$2 pattern=$3 addr=$4 rc
+    local name=$1 code=$2 pattern=$3 addr=$4
     shift 4
-    timeout -k 1 60 "$K3" stage -q --model "$MODEL" --to "$addr" "$@" >"$T/out" 2>"$T/err"
-    rc=$?
-    if [ $rc != "$code" ]; then
-        fail "$name" "exit $rc, not $code"
-    elif ! cat "$T/out" "$T/err" | grep -Eq -- "$pattern"; then
-        fail "$name" "no word of '$pattern'"
-    else
-        pass
-    fi
+    ends "$name" "$code" "$pattern" "$K3" stage -q --model "$MODEL" --to "$addr" "$@"
 }
 plain_box=$box plain_port=$box_port holds=()
 expert=9792 # bytes of one, in the demo
