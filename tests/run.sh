@@ -16,9 +16,9 @@ export OMP_WAIT_POLICY=passive
 quick=${1:-}
 only_bits=
 [ "$quick" = --bits ] && only_bits=1 quick=--quick
-out=$(mktemp) || exit 1
-trap 'rm -f "$out"' EXIT
-passed=0 failed=0 skipped=0
+T=$(mktemp -d) || exit 1
+trap 'rm -rf "$T"' EXIT
+trap 'trap "" INT; kill 0' INT # the lane in the background does not hear it by itself
 
 run() {
     start=$(date +%s)
@@ -48,46 +48,54 @@ replay() {
 }
 
 # shellcheck disable=SC2086
-run "$BUILD/test_kernels" $quick
-run "$BUILD/test_text"
-run "$BUILD/test_model"
-# shellcheck disable=SC2086
-run "$BUILD/test_engine" demo scripts tests/data $quick
-# shellcheck disable=SC2086
-run "$BUILD/test_stream" demo $quick
-# shellcheck disable=SC2086
-run "$BUILD/test_state" demo tests/data $quick
-run "$BUILD/test_tier" demo
-run "$BUILD/test_stage" demo
-run "$BUILD/test_vram" demo
-run "$BUILD/test_dial"
-for target in text config header index state tier slice; do replay $target; done
-if [ -n "$only_bits" ]; then
-    echo "$passed passed, $failed failed, $skipped skipped"
-    [ $failed -eq 0 ]
-    exit
-fi
-run tests/test_cli.sh
-run "$BUILD/test_xtml"
-if command -v python3 >/dev/null; then
-    # shellcheck disable=SC2086
-    run python3 tests/test_chat.py $quick
-else
-    echo "chat: SKIP python3 is not installed (scripts/deps.sh test)"
-    skipped=$((skipped + 1))
-fi
-# shellcheck disable=SC2086
-run tests/test_cache.sh $quick
-run tests/test_tier.sh demo
-run tests/test_slice.sh demo
-run tests/test_tier_gpu.sh demo
-run tests/test_tier_tls.sh demo
-# shellcheck disable=SC2046
-run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
-if [ -z "$quick" ]; then
-    run tests/test_tier_net.sh demo
-    run tests/test_example.sh
-    run tests/test_builds.sh
-fi
-echo "$passed passed, $failed failed, $skipped skipped"
-[ $failed -eq 0 ]
+compute() {
+    run "$BUILD/test_kernels" $quick
+    run "$BUILD/test_text"
+    run "$BUILD/test_model"
+    run "$BUILD/test_engine" demo scripts tests/data $quick
+    run "$BUILD/test_stream" demo $quick
+    run "$BUILD/test_state" demo tests/data $quick
+    run "$BUILD/test_tier" demo
+    run "$BUILD/test_stage" demo
+    run "$BUILD/test_vram" demo
+    run "$BUILD/test_dial"
+    for target in text config header index state tier slice; do replay $target; done
+    [ -n "$quick" ] || run tests/test_builds.sh
+}
+
+# shellcheck disable=SC2046,SC2086
+programs() {
+    run tests/test_cli.sh
+    run "$BUILD/test_xtml"
+    if command -v python3 >/dev/null; then
+        run python3 tests/test_chat.py $quick
+    else
+        echo "chat: SKIP python3 is not installed (scripts/deps.sh test)"
+        skipped=$((skipped + 1))
+    fi
+    run tests/test_cache.sh $quick
+    run tests/test_tier.sh demo
+    run tests/test_slice.sh demo
+    run tests/test_tier_gpu.sh demo
+    run tests/test_tier_tls.sh demo
+    run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
+    if [ -z "$quick" ]; then
+        run tests/test_tier_net.sh demo
+        run tests/test_example.sh
+    fi
+}
+
+# lane NAME: the tests of one lane, in their order; what they printed to $T/NAME.log, the counts last
+lane() {
+    out=$T/$1.out passed=0 failed=0 skipped=0
+    "$1"
+    echo "$passed $failed $skipped" >"$T/$1.sum"
+}
+
+# Two lanes: many tests wait for the other half of what they test, and leave a core idle.
+lanes=compute
+[ -n "$only_bits" ] || { lanes="compute programs"; lane programs >"$T/programs.log" 2>&1 & }
+lane compute
+wait
+cat "$T"/*.log 2>/dev/null
+for l in $lanes; do cat "$T/$l.sum" || echo 0 1 0; done | awk '{ p += $1; f += $2; s += $3 } END { print p+0 " passed, " f+0 " failed, " s+0 " skipped"; exit f+0 > 0 }'
