@@ -133,6 +133,15 @@ int k3_expert_use_sums(k3_engine *e, const struct slice_expert *x, uint32_t n, k
 char *k3_shard_head(const k3_engine *e, uint64_t latent, uint64_t inter, uint64_t fingerprint,
                     const struct slice_expert *x, uint32_t n, size_t *n_head);
 
+/* Visit the experts that a file of pins names, a line each (layer, expert, whatever follows; # begins a
+ * comment): each the first time it is named, until `fn` says other than 0. Of the shape only n_layers,
+ * n_dense and n_experts count.
+ * Returns how many were visited.
+ * Errors  K3_EIO, K3_ENOMEM; K3_EUSAGE: a line that names no expert of this model; what fn says < 0 */
+typedef int (*k3_pin_fn)(void *user, uint32_t il, uint32_t ie);
+int64_t k3_pins_visit(const char *path, const k3_shape *sh, k3_pin_fn fn, void *user,
+                      k3_error *err);
+
 /* The geometry that DIR/config.json states. Errors  K3_EMODEL, K3_EIO */
 int k3_config_read(k3_shape *sh, const char *dir, k3_error *err);
 

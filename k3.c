@@ -2979,62 +2979,60 @@ static int store_open(k3_engine *e, k3_error *err) {
  *
  * A file of pins names experts that are read at open and stay: a line each, layer and expert, and
  * whatever follows; the most wanted first, since only so many fit. # begins a comment. */
-static int pins_line(const k3_engine *e, const char *line, int i_line, uint32_t *il, uint32_t *ie,
-                     k3_error *err) {
+static int pins_line(const char *path, const k3_shape *sh, const char *line, int i_line,
+                     uint32_t *il, uint32_t *ie, k3_error *err) {
     unsigned long long at[2];
     char *end = (char *)(uintptr_t)line;
     for (int i = 0; i < 2; i++) {
         const char *from = end + strspn(end, " \t");
         at[i] = strtoull(from, &end, 10);
-        if (end == from || *from == '-' || !strchr(" \t\n", *end))
-            return fail(err, K3_EUSAGE, "%s: line %d: not `layer expert`", e->opt.pins, i_line);
+        if (end == from || *from == '-' || !strchr(" \t\r\n", *end))
+            return fail(err, K3_EUSAGE, "%s: line %d: not `layer expert`", path, i_line);
     }
-    if (e->sh.n_dense >= e->sh.n_layers)
-        return fail(err, K3_EUSAGE, "%s: line %d: this model has no experts", e->opt.pins, i_line);
-    if (at[0] < e->sh.n_dense || at[0] >= e->sh.n_layers || at[1] >= e->sh.n_experts)
+    if (sh->n_dense >= sh->n_layers)
+        return fail(err, K3_EUSAGE, "%s: line %d: this model has no experts", path, i_line);
+    if (at[0] < sh->n_dense || at[0] >= sh->n_layers || at[1] >= sh->n_experts)
         return fail(
             err, K3_EUSAGE,
             "%s: line %d: no expert %llu of layer %llu; this model has layers %u to %u with "
             "%u experts each",
-            e->opt.pins, i_line, at[1], at[0], e->sh.n_dense, e->sh.n_layers - 1, e->sh.n_experts);
+            path, i_line, at[1], at[0], sh->n_dense, sh->n_layers - 1, sh->n_experts);
     *il = (uint32_t)at[0];
     *ie = (uint32_t)at[1];
     return 0;
 }
 
-typedef int (*pins_fn)(k3_engine *e, uint32_t il, uint32_t ie);
-
-/* Visit each pin, the first time that it is named, until `fn` says 1. Returns how many. */
-static int64_t pins_scan(k3_engine *e, pins_fn fn, k3_error *err) {
-    const k3_shape *sh = &e->sh;
+int64_t k3_pins_visit(const char *path, const k3_shape *sh, k3_pin_fn fn, void *user,
+                      k3_error *err) {
     char line[256];
     int64_t n = 0;
     int rc = 0;
-    FILE *f = fopen(e->opt.pins, "re");
-    if (!f) return fail(err, K3_EIO, "%s: %s", e->opt.pins, strerror(errno));
+    FILE *f = fopen(path, "re");
+    if (!f) return fail(err, K3_EIO, "%s: %s", path, strerror(errno));
     uint8_t *seen = calloc(((size_t)(sh->n_layers - sh->n_dense) * sh->n_experts + 7) / 8 + 1, 1);
-    if (!seen) rc = fail(err, K3_ENOMEM, "%s: out of memory", e->opt.pins);
+    if (!seen) rc = fail(err, K3_ENOMEM, "%s: out of memory", path);
     for (int i_line = 1; rc == 0 && fgets(line, sizeof line, f); i_line++) {
         uint32_t il = 0, ie = 0;
         const char *at = line + strspn(line, " \t\r\n");
         if (strlen(line) == sizeof line - 1)
-            rc = fail(err, K3_EUSAGE, "%s: line %d is too long", e->opt.pins, i_line);
+            rc = fail(err, K3_EUSAGE, "%s: line %d is too long", path, i_line);
         if (rc < 0 || *at == 0 || *at == '#') continue;
-        if ((rc = pins_line(e, at, i_line, &il, &ie, err)) < 0) break;
+        if ((rc = pins_line(path, sh, at, i_line, &il, &ie, err)) < 0) break;
         size_t i = (size_t)(il - sh->n_dense) * sh->n_experts + ie;
         if (seen[i / 8] >> i % 8 & 1) continue;
         seen[i / 8] |= (uint8_t)(1u << i % 8);
         n++;
-        if (fn) rc = fn(e, il, ie);
+        if (fn) rc = fn(user, il, ie);
     }
-    if (rc == 0 && ferror(f)) rc = fail(err, K3_EIO, "%s: read error", e->opt.pins);
+    if (rc == 0 && ferror(f)) rc = fail(err, K3_EIO, "%s: %s", path, strerror(errno));
     fclose(f);
     free(seen);
     return rc < 0 ? rc : n;
 }
 
 /* Begin reading one pinned expert; 1 when there is no room for more. */
-static int pins_fetch(k3_engine *e, uint32_t il, uint32_t ie) {
+static int pins_fetch(void *user, uint32_t il, uint32_t ie) {
+    k3_engine *e = user;
     if (e->store.n_kept == e->plan.n_pinned) return 1;
     if (store_find(e, il, ie) || !store_fetch(e, il, ie, IO_TRUNK)) return 0;
     store_find(e, il, ie)->is_kept = true;
@@ -3047,7 +3045,7 @@ static int pins_open(k3_engine *e, k3_error *err) {
     store *st = &e->store;
     uint64_t done = 0;
     if (e->plan.n_pinned == 0) return 0;
-    int64_t n = pins_scan(e, pins_fetch, err);
+    int64_t n = k3_pins_visit(e->opt.pins, &e->sh, pins_fetch, e, err);
     int rc = n < 0 ? (int)n : 0;
     for (uint32_t i = 0; rc == 0 && i < st->n_slots; i++) {
         slot *s = &st->slots[i];
@@ -3451,7 +3449,7 @@ static int plan_make(k3_engine *e, k3_error *err) {
     p->chunk = (uint32_t)chunk;
     p->scratch_bytes = scratch_bytes(e, chunk);
     e->chunk = (int)chunk;
-    int64_t n_pins = o->pins ? pins_scan(e, NULL, err) : 0;
+    int64_t n_pins = o->pins ? k3_pins_visit(o->pins, &e->sh, NULL, NULL, err) : 0;
     if (n_pins < 0) return (int)n_pins;
     plan_divide(e, e->mem.limit - fixed, (uint64_t)n_pins);
     if (n_pins > p->n_pinned && p->n_pinned < p->n_slots && o->note) {

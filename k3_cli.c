@@ -3375,8 +3375,8 @@ static int fail_no_command(const char *arg) {
 
 /* Options about boxes, and no box: a slip, and what it was to protect is not. */
 static int args_for_boxes(const cli_args *a) {
-    static const char *const name[] = {"--psk-file", "--tier-ca",    "--tier-cert",
-                                       "--tier-key", "--tier-audit", "--tier-hedge"};
+    static const char *const name[] = {"--psk-file",   "--tier-ca",    "--tier-cert", "--tier-key",
+                                       "--tier-audit", "--tier-hedge", "--tier-wait", "--spin-us"};
     size_t n = a->n_tier + a->gpu;
     if (is_given(a, "--tier-hedge") && n == 1)
         return fail(FAIL_USAGE,

@@ -26,36 +26,29 @@
 
 /* ==== 1. Which experts, and reading them ahead ======================================== */
 
-/* Experts named in the file of pins, the first time that each is; *list is the caller's to free. */
+typedef struct {
+    slice_expert *at;
+    uint32_t n;
+} expert_list;
+
+static int pins_add(void *user, uint32_t il, uint32_t ie) {
+    expert_list *list = user;
+    list->at[list->n++] = (slice_expert){il, ie, 0};
+    return 0;
+}
+
+/* Experts named in the file of pins; *list is the caller's to free. */
 static int pins_read(const char *path, const k3_shape *sh, slice_expert **list, uint32_t *n) {
     size_t n_all = (size_t)(sh->n_layers - sh->n_dense) * sh->n_experts;
-    char line[256];
-    int rc = DONE;
-    FILE *f = fopen(path, "re");
-    if (!f) return fail(FAIL_IO, "--pins %s: %s", path, strerror(errno));
-    uint8_t *seen = calloc(n_all, 1);
-    *list = calloc(n_all, sizeof **list);
+    expert_list to = {calloc(n_all, sizeof *to.at), 0};
+    k3_error err = {{0}};
+    *list = to.at;
     *n = 0;
-    if (!seen || !*list) rc = fail_memory("the pins", n_all * sizeof **list);
-    for (int i_line = 1; rc == DONE && fgets(line, sizeof line, f); i_line++) {
-        const char *at = line + strspn(line, " \t\r\n");
-        unsigned il, ie;
-        if (*at == 0 || *at == '#') continue;
-        if (strlen(line) == sizeof line - 1 || sscanf(at, "%9u %9u", &il, &ie) != 2 ||
-            il < sh->n_dense || il >= sh->n_layers || ie >= sh->n_experts) {
-            rc = fail(FAIL_USAGE, "--pins %s: line %d: not `layer expert` of this model", path,
-                      i_line);
-            break;
-        }
-        uint8_t *is_seen = &seen[(size_t)(il - sh->n_dense) * sh->n_experts + ie];
-        if (!*is_seen) (*list)[(*n)++] = (slice_expert){il, ie, 0};
-        *is_seen = 1;
-    }
-    if (rc == DONE && ferror(f)) rc = fail(FAIL_IO, "--pins %s: read error", path);
-    if (rc == DONE && *n == 0) rc = fail(FAIL_USAGE, "--pins %s: names no expert", path);
-    fclose(f);
-    free(seen);
-    return rc;
+    if (!to.at) return fail_memory("the pins", n_all * sizeof *to.at);
+    int64_t rc = k3_pins_visit(path, sh, pins_add, &to, &err);
+    if (rc < 0) return fail_status((int)rc, &err);
+    *n = to.n;
+    return to.n > 0 ? DONE : fail(FAIL_USAGE, "%s: names no expert", path);
 }
 
 /* Every expert, all layers alike. */

@@ -2010,25 +2010,19 @@ static void note(void *user, const char *line) {
     say("%s", line);
 }
 
+static int pins_add(void *user, uint32_t il, uint32_t ie) {
+    server *s = user;
+    if (s->st.n_pins < capacity(s)) s->st.pins[s->st.n_pins++] = (uint32_t)index_of(s, il, ie);
+    return 0;
+}
+
 /* Experts of the file of pins, checked, the most wanted first. */
 static int pins_read(server *s) {
-    char line[256];
-    store *st = &s->st;
-    FILE *f = fopen(s->o.pins, "re");
-    if (!f) return fail(FAIL_IO, "%s: %s", s->o.pins, strerror(errno));
-    int rc = DONE;
-    for (int i_line = 1; rc == DONE && fgets(line, sizeof line, f); i_line++) {
-        unsigned il, ie;
-        if (line[strspn(line, " \t\r\n")] == 0 || line[strspn(line, " \t")] == '#') continue;
-        if (sscanf(line, "%u %u", &il, &ie) != 2 || il < s->m.n_dense || il >= s->m.n_layers ||
-            ie >= s->m.n_experts)
-            rc = fail(FAIL_USAGE, "%s: line %d: not `layer expert` of this model", s->o.pins,
-                      i_line);
-        else if (st->n_pins < capacity(s))
-            st->pins[st->n_pins++] = (uint32_t)index_of(s, il, ie);
-    }
-    fclose(f);
-    return rc;
+    const k3_shape sh = {
+        .n_layers = s->m.n_layers, .n_dense = s->m.n_dense, .n_experts = s->m.n_experts};
+    k3_error err = {{0}};
+    int64_t n = k3_pins_visit(s->o.pins, &sh, pins_add, s, &err);
+    return n < 0 ? fail_status((int)n, &err) : DONE;
 }
 
 #define OVERHEAD_BYTES (48u << 20) /* code, libraries, stacks, JSON while opening */

@@ -41,7 +41,14 @@ ends "no size" 2 "size SIZE" "${slice[@]}" --out "$T/x"
 ends "no place" 2 "out DIR" "${slice[@]}" --size 1M
 ends "room for no expert" 2 "too small for one expert" "${slice[@]}" --size 20000 --out "$T/x"
 echo "1 99" >"$T/bad"
-ends "pins of another model" 2 "line 1: not .layer expert." "$K3" slice -q --model "$MODEL" --pins "$T/bad" --size 1M --out "$T/x"
+ends "pins of another model" 2 "line 1: no expert 99 of layer 1; this model has" "$K3" slice -q --model "$MODEL" --pins "$T/bad" --size 1M --out "$T/x"
+ends "pins that are a directory" 1 "$T: Is a directory" "$K3" slice -q --model "$MODEL" --pins "$T" --size 1M --out "$T/x"
+for line in "1" "1 2x" "1 -2" "0 1" "99999999999999999999 1" "1 $(printf '%0300d' 1)"; do
+    echo "$line" >"$T/bad"
+    ends "a slice, pins '$line'" 2 "bad: line 1" "$K3" slice -q --model "$MODEL" --pins "$T/bad" --size 1M --out "$T/x"
+    ends "a box, pins '$line'" 2 "bad: line 1" "$K3_TIER" --model "$MODEL" --pins "$T/bad" --ram 1G --listen "unix:$T/x.sock"
+done
+ends "a box, pins that are a directory" 1 "$T: Is a directory" "$K3_TIER" --model "$MODEL" --pins "$T" --ram 1G --listen "unix:$T/x.sock"
 ends "pins that are absent" 1 "No such file" "$K3" slice -q --model "$MODEL" --pins "$T/none" --size 1M --out "$T/x"
 [ ! -e "$T/x" ] && pass || fail "misuse" "something was written"
 mkdir "$T/full" && touch "$T/full/thing"
