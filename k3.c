@@ -49,6 +49,7 @@
 #include <liburing.h>
 #include <poll.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -1815,7 +1816,8 @@ typedef ssize_t (*pread_fn)(void *user, int fd, void *to, size_t n, off_t offset
 
 typedef struct {
     pthread_mutex_t lock;
-    pthread_cond_t work, done;
+    pthread_cond_t done;
+    sem_t tickets; /* the pool: one for each request that was queued, taken back or not */
     io_req *first[N_URGENCIES], *last[N_URGENCIES];
     pthread_t threads[IO_MAX_DEPTH];
     int n_threads, depth, n_busy;
@@ -1987,28 +1989,26 @@ static ssize_t plain_pread(void *user, int fd, void *to, size_t n, off_t offset)
     return pread(fd, to, n < (1u << 30) ? n : 1u << 30, offset);
 }
 
-/* One thread of the pool. */
+/* One thread of the pool. It waits for tickets and not on a condition variable: glibc, from 2.25 on and
+ * for years, could lose a pthread_cond_signal where several threads wait (its bug 25847), and a read
+ * would stay queued for ever. */
 static void *pool_main(void *arg) {
     disk *d = arg;
-    pthread_mutex_lock(&d->lock);
-    while (!d->is_stopping) {
-        io_req *r = io_pop(d);
-        if (!r) {
-            pthread_cond_wait(&d->work, &d->lock);
-            continue;
-        }
+    for (;;) {
+        while (sem_wait(&d->tickets) < 0) continue; /* EINTR */
+        pthread_mutex_lock(&d->lock);
+        bool is_stopping = d->is_stopping;
+        io_req *r = is_stopping ? NULL : io_pop(d);
         pthread_mutex_unlock(&d->lock);
+        if (is_stopping) return NULL;
+        if (!r) continue; /* it was taken back */
         ssize_t got;
         do {
             got = d->read(d->read_user, io_fd(d, r), r->to + r->got, (size_t)io_left(r),
                           (off_t)(io_base(r) + r->got));
             if (got < 0) got = -errno;
         } while (!io_advance(d, r, got));
-        pthread_mutex_lock(&d->lock);
-        pthread_cond_signal(&d->work); /* the depth has room again */
     }
-    pthread_mutex_unlock(&d->lock);
-    return NULL;
 }
 
 static void ring_prepare(disk *d, io_req *r) {
@@ -2053,7 +2053,7 @@ static void *ring_main(void *arg) {
 static void disk_wake(disk *d) {
     uint64_t one = 1;
     if (!d->is_uring)
-        pthread_cond_signal(&d->work);
+        sem_post(&d->tickets);
     else if (write(d->wake_fd, &one, sizeof one) < 0)
         return; /* the counter is full: the thread is awake */
 }
@@ -2155,8 +2155,7 @@ static int disk_threads_start(disk *d, k3_error *err) {
 static void disk_threads_stop(disk *d) {
     pthread_mutex_lock(&d->lock);
     d->is_stopping = true;
-    disk_wake(d);
-    pthread_cond_broadcast(&d->work);
+    for (int i = 0; i < d->n_threads; i++) disk_wake(d);
     pthread_mutex_unlock(&d->lock);
     for (int i = 0; i < d->n_threads; i++) pthread_join(d->threads[i], NULL);
     d->n_threads = 0;
@@ -3527,7 +3526,7 @@ static int disk_add_copy(k3_engine *e, const char *dir, k3_error *err) {
 static int disk_open(k3_engine *e, k3_error *err) {
     disk *d = &e->io;
     pthread_mutex_init(&d->lock, NULL);
-    pthread_cond_init(&d->work, NULL);
+    sem_init(&d->tickets, 0, 0);
     pthread_cond_init(&d->done, NULL);
     d->shards = e->files.shards;
     d->read = plain_pread;
@@ -3551,7 +3550,7 @@ static void disk_close(k3_engine *e) {
     }
     for (int i = 0; i < d->n_copies; i++) free(d->copies[i].dir);
     pthread_mutex_destroy(&d->lock);
-    pthread_cond_destroy(&d->work);
+    sem_destroy(&d->tickets);
     pthread_cond_destroy(&d->done);
 }
 

@@ -820,7 +820,7 @@ static void stage_drop(server *s, conn *c) {
     pthread_mutex_lock(&st->lock);
     st->is_coming[c->stage.expert] = 0;
     st->free[st->n_free++] = (uint32_t)c->stage.i_slot;
-    pthread_cond_signal(&st->work);
+    pthread_cond_broadcast(&st->work);
     pthread_mutex_unlock(&st->lock);
 }
 
