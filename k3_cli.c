@@ -3373,10 +3373,11 @@ static int fail_no_command(const char *arg) {
     return fail(FAIL_USAGE, "unknown option %s: see `k3 help`", arg);
 }
 
-/* Options about boxes, and no box: a slip, and what it was to protect is not. */
+/* Options about boxes, and no box: a slip, and what it was to protect is not. How long a box is waited
+ * for may be said without one: nothing is lost. */
 static int args_for_boxes(const cli_args *a) {
-    static const char *const name[] = {"--psk-file",   "--tier-ca",    "--tier-cert", "--tier-key",
-                                       "--tier-audit", "--tier-hedge", "--tier-wait", "--spin-us"};
+    static const char *const name[] = {"--psk-file", "--tier-ca",    "--tier-cert",
+                                       "--tier-key", "--tier-audit", "--tier-hedge"};
     size_t n = a->n_tier + a->gpu;
     if (is_given(a, "--tier-hedge") && n == 1)
         return fail(FAIL_USAGE,

@@ -619,8 +619,7 @@ wait $pid
 expect "SIGINT with --json: exit" $? 130
 expect "SIGINT with --json: reason" "$(json stop_reason)" interrupt
 expect "SIGINT: the dump is whole rows" "$(size "$T/rows")" $((($(json n_prompt) + $(json n_gen) - 1) * row))
-for option in --psk-file=x --tier-ca=x --tier-cert=x --tier-key=x --tier-audit=1/2 --tier-hedge \
-    --tier-wait=5 --spin-us=5; do
+for option in --psk-file=x --tier-ca=x --tier-cert=x --tier-key=x --tier-audit=1/2 --tier-hedge; do
     misuse "${option%=*} and no box" "of which box" run -q $option x
 done
 misuse "--tier-hedge and one box" "no second" run -q --tier unix:x --tier-hedge x
