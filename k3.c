@@ -2044,7 +2044,8 @@ static void *ring_main(void *arg) {
             io_uring_cqe_seen(&d->ring, cqe);
             if (r && !io_advance(d, r, res)) ring_prepare(d, r);
             if (r) continue;
-            if (read(d->wake_fd, &n_wakes, sizeof n_wakes) > 0) ring_arm_wake(d);
+            if (read(d->wake_fd, &n_wakes, sizeof n_wakes) < 0) n_wakes = 0; /* a false alarm */
+            ring_arm_wake(d);
         }
     }
     return NULL;
@@ -2172,7 +2173,7 @@ static int disk_mode(disk *d, bool is_uring, bool is_direct, int depth, k3_error
     if (is_uring) {
         int rc = io_uring_queue_init(2 * IO_MAX_DEPTH, &d->ring, 0);
         if (rc < 0) return fail(err, K3_EIO, "io_uring: %s; use --io pool", strerror(-rc));
-        d->wake_fd = eventfd(0, EFD_CLOEXEC);
+        d->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
         if (d->wake_fd < 0) {
             io_uring_queue_exit(&d->ring);
             return fail(err, K3_EIO, "eventfd: %s", strerror(errno));
@@ -2806,6 +2807,7 @@ static void store_drop(k3_engine *e, slot *s) {
     if (is_mine) {
         store_free(e, s);
     } else {
+        s->is_guess = s->is_fill = false; /* its end is nobody's business but store_reap's */
         s->is_doomed = true;
         e->store.n_doomed++;
     }
@@ -2880,6 +2882,9 @@ static bool store_fetch(k3_engine *e, uint32_t il, uint32_t ie, enum io_urgency 
 
 /* Is the expert readable? 1 yes, 0 not yet, negative: it never will be. */
 static int store_arrived(k3_engine *e, slot *s, expert_view *x, k3_error *err) {
+    if (s->state == SLOT_FREE || s->is_doomed)
+        return fail(err, K3_EUSAGE, "internal: the slot of expert %u of layer %u was given away",
+                    s->ie, s->il);
     if (s->state == SLOT_READING) {
         if (slot_is_busy(e, s)) return 0;
         for (int i = 0; i < s->n_reqs; i++)
@@ -2941,6 +2946,7 @@ static void store_recover(k3_engine *e) {
         store_drop(e, s);
     }
     st->n_guess = 0;
+    e->far_fill = NULL;
     for (uint32_t il = e->sh.n_dense; st->n_slots > 0 && il < e->sh.n_layers; il++)
         store_trim(e, il);
 }
@@ -4505,12 +4511,15 @@ static int64_t *far_sums(const k3_engine *e, uint32_t i_box) {
     return e->far_sums + (size_t)i_box * e->far_rows * e->sh.latent;
 }
 
+#define FAR_MOST_NS 10000000000ull /* no box is waited for longer, whatever the disk costs */
+
 /* z is there: all boxes are sent their parts. They may take as long as we would. */
 static void far_send(step *st) {
     k3_engine *e = st->e;
     if (st->n_far == 0) return;
     uint64_t here = (uint64_t)(st->n_far * e->disk_ns + st->far_pairs * e->pair_ns),
              least = e->opt.tier_wait_us * 1000ull;
+    if (here > FAR_MOST_NS) here = FAR_MOST_NS;
     e->far_seed = e->far_seed * 6364136223846793005u + 1442695040888963407u;
     st->is_audit = e->far_sums && (e->far_seed >> 33) % e->opt.tier_audit == 0;
     for (uint32_t i = 0; st->is_audit && i < e->n_far_boxes; i++)
@@ -4527,7 +4536,7 @@ static void far_fill(step *st, uint32_t il) {
     slot *last = e->far_fill;
     const routed *best = NULL;
     if (last && last->is_fill && last->state == SLOT_READING) {
-        if (slot_is_busy(e, last)) return;
+        if (last->is_pinned || slot_is_busy(e, last)) return; /* pinned: this layer waits for it */
         for (int i = 0; i < last->n_reqs; i++)
             if (last->req[i].state == IO_FAILED) { /* not asked for: no error */
                 s->n_held[last->il - e->sh.n_dense]--;
@@ -4621,11 +4630,17 @@ static int far_judge(step *st, uint32_t il) {
                 il, (unsigned long long)st->pos, (unsigned long long)st->s->n_unseen);
 }
 
+/* The mean with one more sample in it. A program that was stopped for an hour learns nothing by it. */
+static double far_learn(double mean, double sample) {
+    if (mean <= 0) return sample;
+    return 0.8 * mean + 0.2 * (sample < 8 * mean ? sample : 8 * mean);
+}
+
 /* A layer's last expert from disk is here: what one costs, when all came from there. */
 static void far_time_disk(step *st) {
     if (!st->is_timed || st->n_queue == 0) return;
     double ns = (double)(now_ns() - st->begun_ns) / st->n_queue;
-    st->e->disk_ns = 0.8 * st->e->disk_ns + 0.2 * ns;
+    st->e->disk_ns = far_learn(st->e->disk_ns, ns);
 }
 
 static void far_time_pairs(step *st, uint64_t start, uint32_t n_batch) {
@@ -4633,7 +4648,7 @@ static void far_time_pairs(step *st, uint64_t start, uint32_t n_batch) {
     if (!st->e->far) return;
     for (uint32_t x = 0; x < n_batch; x++) n += st->b->batch[x]->n;
     double ns = (double)(now_ns() - start) / n;
-    st->e->pair_ns = st->e->pair_ns > 0 ? 0.8 * st->e->pair_ns + 0.2 * ns : ns;
+    st->e->pair_ns = far_learn(st->e->pair_ns, ns);
 }
 
 static uint64_t far_sums_bytes(const k3_engine *e) {

@@ -672,9 +672,12 @@ static inline const char *tier_addr_advice(const char *text) {
 
 /* Small frames at once, and large buffers. */
 static inline void tier_socket_tune(int fd) {
-    int one = 1, room = 4 << 20;
+    int one = 1, room = 4 << 20, idle = 30, pause = 10, tries = 3; /* seconds */
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one); /* no TCP: no matter */
-    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one); /* who vanished leaves its place */
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &pause, sizeof pause);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &tries, sizeof tries);
     setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
     setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &room, sizeof room);
 }

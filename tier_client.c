@@ -21,6 +21,7 @@
 /* ==== 1. Boxes ======================================================================= */
 
 enum {
+    FRAMES_AT_ONCE = 256, /* of one box, then something else is looked at */
     MISSES = 3,          /* in a row, and a box is left alone; an answer makes up for half a miss */
     REST = 40,           /* times as long as the last miss took, at least: what it costs is 1/40 */
     DIAL_MS = 3000,      /* name, connection, proxy and TLS        */
@@ -62,7 +63,8 @@ typedef struct box {
     bool is_doubted; /* its last answer did not come in time: one expert at a time   */
 
     uint8_t *out, *in; /* a frame to send; what has come       */
-    size_t n_out, i_out, n_in, in_cap;
+    size_t n_out, i_out, n_in, i_in, in_cap; /* in: [i_in, n_in) is to be looked at */
+    bool is_behind;                          /* more has come than was looked at so far */
     bool is_out; /* a request of this layer is unanswered */
     uint64_t id; /* of the last request                  */
     uint32_t il; /* its layer                            */
@@ -151,6 +153,9 @@ static bool box_begin_frame(box *b, enum tier_type type, uint64_t id, size_t n) 
 
 /* Take in what has come; NULL, or why the connection is over. */
 static const char *box_fill(box *b) {
+    if (b->i_in > 0) memmove(b->in, b->in + b->i_in, b->n_in - b->i_in);
+    b->n_in -= b->i_in;
+    b->i_in = 0;
     if (b->n_in == b->in_cap) return NULL; /* a whole frame is there: to be taken first */
     ssize_t n = b->link.by->recv(&b->link, b->in + b->n_in, b->in_cap - b->n_in);
     if (n < 0) return b->link.why;
@@ -160,24 +165,28 @@ static const char *box_fill(box *b) {
 
 /* The frame at the front of `in`: 1 and its head, 0 not whole yet, -1 and why it is no good. */
 static int box_frame(const box *b, size_t most, tier_head *h, const char **why) {
-    if (b->n_in < TIER_HEAD_BYTES) return 0;
-    if ((*why = tier_head_parse(b->in, h)) != NULL) return -1;
+    const uint8_t *in = b->in + b->i_in;
+    size_t n = b->n_in - b->i_in;
+    if (n < TIER_HEAD_BYTES) return 0;
+    if ((*why = tier_head_parse(in, h)) != NULL) return -1;
     size_t fit = most ? most : tier_most_bytes(&b->t->m, h->type, false, b->t->max_rows);
     if (h->n > fit) {
         *why = "a frame beyond the limit";
         return -1;
     }
-    if (b->n_in < TIER_HEAD_BYTES + (size_t)h->n) return 0;
-    if (tier_sum(b->in, h->n) == h->sum) return 1;
+    if (n < TIER_HEAD_BYTES + (size_t)h->n) return 0;
+    if (tier_sum(in, h->n) == h->sum) return 1;
     *why = "a frame that does not match its sum";
     return -1;
 }
 
+/* The payload of the frame at the front. */
+static const uint8_t *box_payload(const box *b) { return b->in + b->i_in + TIER_HEAD_BYTES; }
+
 /* The front frame was used. */
 static void box_pop(box *b, const tier_head *h) {
-    size_t n = TIER_HEAD_BYTES + (size_t)h->n;
-    b->n_in -= n;
-    memmove(b->in, b->in + n, b->n_in);
+    b->i_in += TIER_HEAD_BYTES + (size_t)h->n;
+    if (b->i_in == b->n_in) b->i_in = b->n_in = 0;
 }
 
 static uint32_t bits(const uint8_t *p, size_t n) {
@@ -285,46 +294,49 @@ static const char *box_take_reply(box *b, const uint8_t *p, size_t n, int64_t *Q
     return NULL;
 }
 
-/* Use every frame that is whole. NULL, or why the connection is over. */
-static const char *box_digest(box *b, int64_t *Q, tier_settled_fn fn, void *user) {
-    tier_head h;
-    const char *why = NULL;
-    for (uint64_t start = clock_ns(); box_frame(b, 0, &h, &why) > 0; start = clock_ns()) {
-        const uint8_t *p = b->in + TIER_HEAD_BYTES;
-        if (h.type == TIER_RESIDENT) {
-            why = box_take_resident(b, p, h.n);
-        } else if (h.type == TIER_STATS && b->figures && h.n == TIER_N_STATS * 8) {
-            for (int i = 0; i < TIER_N_STATS; i++) b->figures[i] = tier_get64(p + 8 * i);
-            b->figures = NULL;
-        } else if (h.type == TIER_REPLY) {
-            if (b->is_out && h.id == b->id) {
-                why = box_take_reply(b, p, h.n, Q, fn, user);
-                b->t->stats.join_ns = clock_ns() - start;
-            } else if (h.id > b->id) /* an older one came too late, or a second time */
-                why = "an answer that nobody asked for";
-        } else if (h.type == TIER_GOODBYE) {
-            why = "said goodbye";
-        } else {
-            why = "a frame out of turn";
-        }
-        if (why) break;
-        box_pop(b, &h);
+/* Use the frame at the front; NULL, or why the connection is over. */
+static const char *box_digest(box *b, const tier_head *h, int64_t *Q, tier_settled_fn fn,
+                              void *user) {
+    const uint8_t *p = box_payload(b);
+    uint64_t start = clock_ns();
+    const char *why;
+    switch (h->type) {
+    case TIER_RESIDENT: return box_take_resident(b, p, h->n);
+    case TIER_STATS:
+        if (!b->figures || h->n != TIER_N_STATS * 8) return "a frame out of turn";
+        for (int i = 0; i < TIER_N_STATS; i++) b->figures[i] = tier_get64(p + 8 * i);
+        b->figures = NULL;
+        return NULL;
+    case TIER_REPLY: /* an older one came too late, or a second time */
+        if (!b->is_out || h->id != b->id)
+            return h->id > b->id ? "an answer that nobody asked for" : NULL;
+        why = box_take_reply(b, p, h->n, Q, fn, user);
+        b->t->stats.join_ns = clock_ns() - start;
+        return why;
+    case TIER_GOODBYE: return "said goodbye";
+    default: return "a frame out of turn";
     }
-    return why;
 }
 
-/* Move bytes both ways; a box that fails is settled and dropped. */
+/* Move bytes both ways and use the frames that are whole; a box that fails is settled and dropped.
+ * One that sends without end does not hold us: after FRAMES_AT_ONCE it is behind, and has to wait. */
 static void box_pump(box *b, int64_t *Q, tier_settled_fn fn, void *user) {
     const char *why = box_flush(b) ? NULL : "the connection broke";
-    for (size_t before = 0; !why && b->is_mine; before = b->n_in) {
+    tier_head h;
+    b->is_behind = false;
+    for (int n_frames = 0; !why;) {
+        int rc = box_frame(b, 0, &h, &why);
+        if (rc > 0 && n_frames++ == FRAMES_AT_ONCE) {
+            b->is_behind = true;
+            return;
+        }
+        if (rc > 0 && !(why = box_digest(b, &h, Q, fn, user))) box_pop(b, &h);
+        if (rc < 0 || (rc > 0 && why && strcmp(why, "said goodbye") != 0)) b->t->stats.refused++;
+        if (rc != 0) continue;
+        size_t before = b->n_in - b->i_in;
         why = box_fill(b);
         if (!why && b->n_in == before) return;
-        const char *fault = box_digest(b, Q, fn, user);
-        if (!fault) continue;
-        if (strcmp(fault, "said goodbye") != 0) b->t->stats.refused++;
-        why = fault;
     }
-    if (!why) return;
     if (b->is_out) box_settle(b, NULL, fn, user);
     box_drop(b, why);
 }
@@ -549,6 +561,7 @@ uint32_t tier_join(tier *t, bool waits, int64_t *Q, size_t apart, tier_settled_f
     for (uint64_t spin_end = 0;;) {
         uint32_t n_out = 0, n_fds = 0;
         uint64_t now = clock_ns(), next = t->deadline_ns;
+        bool is_behind = false;
         for (uint32_t i = 0; i < t->n_boxes; i++) {
             box *b = &t->boxes[i];
             if (b->is_out && b->is_mine) box_pump(b, Q + i * apart, fn, user);
@@ -559,6 +572,7 @@ uint32_t tier_join(tier *t, bool waits, int64_t *Q, size_t apart, tier_settled_f
             box *b = &t->boxes[i];
             if (!b->is_out) continue;
             if (!b->twin || b->is_second) n_out += b->n_list;
+            is_behind = is_behind || b->is_behind;
             if (t->is_hedging && b->hedge_ns < next) next = b->hedge_ns;
             fds[n_fds++] = (struct pollfd){
                 .fd = b->link.fd, .events = (short)(POLLIN | (b->n_out > 0 ? POLLOUT : 0))};
@@ -573,7 +587,7 @@ uint32_t tier_join(tier *t, bool waits, int64_t *Q, size_t apart, tier_settled_f
         if (spin_end == 0) spin_end = now + t->spin_us * 1000u;
         if (now < spin_end)
             spin_once();
-        else if (next > now)
+        else if (next > now && !is_behind)
             sleep_on(fds, n_fds, next - now);
     }
 }
@@ -585,7 +599,7 @@ bool tier_figures(tier *t, uint64_t *out, uint64_t deadline_ns) {
     if (!box_begin_frame(b, TIER_STATS, 0, 0)) box_drop(b, "the connection broke");
     while (b->is_mine && b->figures && clock_ns() < deadline_ns) {
         box_pump(b, NULL, NULL, NULL);
-        if (b->is_mine && b->figures)
+        if (b->is_mine && b->figures && !b->is_behind)
             sleep_on(&(struct pollfd){.fd = b->link.fd, .events = POLLIN}, 1, 1000000);
     }
     bool has = b->figures == NULL;
@@ -631,8 +645,8 @@ static const char *hello_turn(box *b, uint64_t until_ns, size_t most, tier_head 
 
 /* The server proves that it knows the key, and so do we. */
 static const char *hello_prove(box *b, const uint8_t hello[TIER_HELLO_BYTES], const tier_head *h) {
-    const char *why = tier_answer(&b->t->key, hello, b->in + TIER_HEAD_BYTES, h->n,
-                                  b->out + TIER_HEAD_BYTES);
+    const char *why =
+        tier_answer(&b->t->key, hello, box_payload(b), h->n, b->out + TIER_HEAD_BYTES);
     if (why) return why;
     b->n_out = tier_seal(b->out, TIER_PROOF, 0, TIER_PROOF_BYTES);
     b->i_out = 0;
@@ -650,7 +664,7 @@ static const char *hello(box *b, char *text, size_t cap) {
     if (!tier_nonce(nonce)) return "no random bytes";
     tier_hello_pack(hello, m, 0, nonce);
     memcpy(b->out + TIER_HEAD_BYTES, hello, sizeof hello);
-    b->n_in = b->i_out = 0;
+    b->n_in = b->i_in = b->i_out = 0;
     b->n_out = tier_seal(b->out, TIER_HELLO, 0, sizeof hello);
     while ((why = hello_turn(b, until, TIER_MAX_EARLY, &h)) == NULL && h.type == TIER_CHALLENGE &&
            !is_proven) {
@@ -661,13 +675,13 @@ static const char *hello(box *b, char *text, size_t cap) {
     if (why) return why;
     if (h.type == TIER_REFUSE) {
         char said[TIER_MAX_TEXT + 1];
-        tier_text(said, sizeof said, b->in + TIER_HEAD_BYTES, h.n);
+        tier_text(said, sizeof said, box_payload(b), h.n);
         snprintf(text, cap, "refused: %s", said);
         return text;
     }
     if (h.type != TIER_WELCOME || h.n != TIER_WELCOME_BYTES) return "an odd answer to the hello";
     if (b->t->key.n > 0 && !is_proven) return "the box does not ask for the key: not the one meant";
-    const uint8_t *p = b->in + TIER_HEAD_BYTES;
+    const uint8_t *p = box_payload(b);
     uint32_t rows = tier_get32(p + 8);
     b->capacity = tier_get32(p);
     b->n_readable = tier_get32(p + 12);
@@ -676,7 +690,7 @@ static const char *hello(box *b, char *text, size_t cap) {
     memset(b->held, 0, (m->n_layers - m->n_dense) * tier_map_bytes(m->n_experts));
     if ((why = hello_turn(b, until, 0, &h)) != NULL) return why;
     if (h.type != TIER_RESIDENT) return "no word of what it holds";
-    why = box_take_resident(b, b->in + TIER_HEAD_BYTES, h.n);
+    why = box_take_resident(b, box_payload(b), h.n);
     if (!why) box_pop(b, &h);
     return why;
 }

@@ -1380,7 +1380,7 @@ static void stage_done(server *s, size_t i, int32_t i_slot, const expert_view *x
     store_tell(s, to->il, to->ie, true);
     const slice_expert kept = {to->il, to->ie, sum};
     bool is_kept = to->is_kept && !st->is_written[i];
-    if (st->has_vram) pthread_cond_broadcast(&st->work);
+    pthread_cond_broadcast(&st->work); /* VRAM may want it, or another its slot */
     pthread_mutex_unlock(&st->lock);
     if (is_kept) keep_add(&s->keep, &kept, x->p[0]); /* its slot stays its own until then */
 }
@@ -1740,7 +1740,7 @@ static void poll_round(server *s, int ms) {
             conn_http(s, c);
         else if (c->n_out == 0 && !c->has_frame && c->state != C_CLOSING)
             conn_fill(s, c);
-        else if (got & (POLLHUP | POLLERR) && !c->has_frame)
+        else if (got & (POLLHUP | POLLERR) && (!c->has_frame || stage_must_wait(s, c)))
             conn_close(s, c, NULL);
     }
 }
@@ -2387,6 +2387,11 @@ static void memory_close(server *s) {
                      st->is_coming,  st->held,     st->version, st->order,   s->items,
                      st->is_written, s->batch,     s->pair_row, s->pair_w,   st->vram_of,
                      st->vram,       s->gpu_items, s->gpu_bad};
+    pthread_mutex_lock(&st->lock); /* the thread that fills VRAM may be at work */
+    bool had_vram = st->has_vram;
+    st->has_vram = false;
+    while (st->is_uploading) pthread_cond_wait(&st->work, &st->lock);
+    pthread_mutex_unlock(&st->lock);
     for (size_t i = 0; i < COUNT(region); i++)
         if (region[i].p) munmap(region[i].p, region[i].n + 1);
     for (size_t i = 0; i < COUNT(block); i++) free(block[i]);
@@ -2399,11 +2404,10 @@ static void memory_close(server *s) {
     st->n_vram = st->n_in_vram = st->n_twice = 0;
     s->gpu_items = NULL;
     s->gpu_bad = NULL;
-    if (st->has_vram) { /* a device that hangs would never let it go */
+    if (had_vram) { /* a device that hangs would never let it go */
         gpu_close(s->gpu);
         s->gpu = NULL;
     }
-    st->has_vram = false;
     st->heat = NULL;
     st->is_coming = st->is_written = st->held = NULL;
     s->items = NULL;

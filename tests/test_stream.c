@@ -135,6 +135,13 @@ static void fake_delay(fake *f, int us) {
     pthread_mutex_unlock(&f->lock);
 }
 
+/* Shut, no read ends; or open again. */
+static void fake_shut(fake *f, bool is_shut) {
+    pthread_mutex_lock(&f->lock);
+    f->is_gated = is_shut;
+    pthread_mutex_unlock(&f->lock);
+}
+
 static void fake_place(const fake *f, int fd, int *i_shard, int *i_copy) {
     *i_shard = *i_copy = 0;
     for (uint32_t i = 0; i < f->e->files.n_shards; i++)
@@ -580,6 +587,47 @@ static void test_failed_steps(void) {
                 fake_heal(&f);
             }
         CHECK(is_right(s, N_SHORT));
+        close_both(e, s);
+    }
+}
+
+/* A slot fills up with what a box serves, and the read fails: when the step has failed meanwhile, and
+ * when the layer has come round again and waits for that expert. Nothing is given away twice, and no
+ * expert is taken for readable that is not. */
+static void test_failed_fill(void) {
+    for (int is_pinned = 0; is_pinned < 2; is_pinned++) {
+        fake f;
+        k3_session *s;
+        k3_error err = {""};
+        expert_view view;
+        begin("a slot that does not fill");
+        fake_init(&f);
+        k3_options o = options(least + 5 * MIB, 1);
+        k3_engine *e = open_both(&o, &f, &s);
+        if (!e || !CHECK(e->store.quota > 0 && e->store.quota < e->sh.n_experts)) return;
+        uint32_t il = e->sh.n_dense, ie = 3;
+        step st = {.e = e, .b = e->scratch, .k = e->kern, .err = &err};
+        aim_expert(&f, il, ie, FAIL_EIO);
+        fake_shut(&f, true);
+        CHECK(store_fetch(e, il, ie, IO_GUESS)); /* as far_fill does it */
+        slot *x = e->far_fill = store_find(e, il, ie);
+        x->is_guess = false;
+        x->is_fill = true;
+        e->store.n_held[0]++;
+        while (disk_state(&e->io, &x->req[0]) != IO_BUSY) usleep(100);
+        x->is_pinned = is_pinned;
+        if (!is_pinned) store_recover(e);
+        fake_shut(&f, false);
+        while (slot_is_busy(e, x)) usleep(100);
+        far_fill(&st, il);
+        if (is_pinned) {
+            CHECK_EQ_INT(store_arrived(e, x, &view, &err), K3_EIO);
+            store_recover(e);
+        }
+        CHECK(store_holds(e, -1));
+        fake_heal(&f);
+        CHECK(is_right(s, N_SHORT));
+        CHECK(store_holds(e, -1));
         close_both(e, s);
     }
 }
@@ -1712,6 +1760,7 @@ int main(int argc, char **argv) {
     test_survivable();
     test_dead_expert();
     test_failed_steps();
+    test_failed_fill();
     test_dead_piece();
     test_bad_scale();
     test_sums_file();

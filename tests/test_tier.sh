@@ -135,7 +135,7 @@ check "one of two is dead" 200 --tier "unix:$T/even.sock" --tier "unix:$T/none.s
 
 # Chaos: SERVED is 0 where the lie is in every answer.
 for mode in pass delay drop truncate corrupt upcorrupt reorder duplicate ids oversize midframe \
-    counts layer range announce model stall blackhole random; do
+    counts layer range announce model stall flood blackhole random; do
     "$CHAOS" "$T/chaos.sock" "$T/even.sock" $mode 3 &
     proxy=$!
     pids+=($proxy)

@@ -8,7 +8,7 @@
  *
  *   delay      each reply waits 2 ms           stall     after 20 replies nothing more comes
  *   drop       a third of the replies          blackhole accepts, and that is all
- *   mute       no reply ever, but all else
+ *   mute       no reply ever, but all else     flood     empty news without end for a reply
  *   truncate   replies end early, stream goes on
  *   corrupt    a flipped bit in a reply        upcorrupt a flipped bit in a request
  *   reorder    a reply and the next swapped    duplicate each reply twice
@@ -102,10 +102,17 @@ static void spoil(uint8_t *f, size_t n, const char *how) {
     seal_again(f);
 }
 
+static void flood(int to) {
+    uint8_t many[128 * TIER_HEAD_BYTES];
+    for (int i = 0; i < 128; i++) tier_seal(many + i * TIER_HEAD_BYTES, TIER_RESIDENT, 0, 0);
+    for (;;) write_all(to, many, sizeof many); /* until the client hangs up */
+}
+
 static void pass_reply(int to, uint8_t *f, size_t n) {
     const char *how = is_mode("random") ? pick_mode() : mode;
     n_replies++;
     if (is_mode("mute") || (is_mode("stall") && n_replies > 20)) return;
+    if (is_mode("flood")) flood(to);
     if (strcmp(how, "delay") == 0) usleep(2000);
     if (strcmp(how, "drop") == 0 && dice(3) == 0) return;
     if (strcmp(how, "midframe") == 0 && (is_mode("random") || dice(10) == 0)) {
