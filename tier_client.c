@@ -294,11 +294,10 @@ static const char *box_take_reply(box *b, const uint8_t *p, size_t n, int64_t *Q
     return NULL;
 }
 
-/* Use the frame at the front; NULL, or why the connection is over. */
-static const char *box_digest(box *b, const tier_head *h, int64_t *Q, tier_settled_fn fn,
-                              void *user) {
+/* Use the frame at the front, looked at since `start`; NULL, or why the connection is over. */
+static const char *box_digest(box *b, const tier_head *h, uint64_t start, int64_t *Q,
+                              tier_settled_fn fn, void *user) {
     const uint8_t *p = box_payload(b);
-    uint64_t start = clock_ns();
     const char *why;
     switch (h->type) {
     case TIER_RESIDENT: return box_take_resident(b, p, h->n);
@@ -319,18 +318,20 @@ static const char *box_digest(box *b, const tier_head *h, int64_t *Q, tier_settl
 }
 
 /* Move bytes both ways and use the frames that are whole; a box that fails is settled and dropped.
- * One that sends without end does not hold us: after FRAMES_AT_ONCE it is behind, and has to wait. */
+ * One that sends without end does not hold us: after so many frames or bytes it is behind, and what
+ * else it sent is looked at the next time. */
 static void box_pump(box *b, int64_t *Q, tier_settled_fn fn, void *user) {
     const char *why = box_flush(b) ? NULL : "the connection broke";
     tier_head h;
-    b->is_behind = false;
-    for (int n_frames = 0; !why;) {
+    size_t n_frames = 0, n_bytes = 0;
+    while (!why) {
+        uint64_t start = clock_ns();
         int rc = box_frame(b, 0, &h, &why);
-        if (rc > 0 && n_frames++ == FRAMES_AT_ONCE) {
-            b->is_behind = true;
-            return;
-        }
-        if (rc > 0 && !(why = box_digest(b, &h, Q, fn, user))) box_pop(b, &h);
+        b->is_behind = rc > 0 && (n_frames >= FRAMES_AT_ONCE || n_bytes > b->in_cap);
+        if (b->is_behind) return;
+        n_frames++;
+        n_bytes += rc > 0 ? h.n : 0;
+        if (rc > 0 && !(why = box_digest(b, &h, start, Q, fn, user))) box_pop(b, &h);
         if (rc < 0 || (rc > 0 && why && strcmp(why, "said goodbye") != 0)) b->t->stats.refused++;
         if (rc != 0) continue;
         size_t before = b->n_in - b->i_in;
