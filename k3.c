@@ -3732,7 +3732,8 @@ struct k3_session {
     void *block;
     uint64_t block_bytes;
     bool is_broken;
-    uint64_t n_unseen; /* layers whose far answers were used and not compared */
+    uint64_t n_unseen;  /* layers whose far answers were used and not compared */
+    uint64_t lies_seen; /* of the engine's far_lies, those that were no matter here */
     k3_trace_fn trace;
     void *trace_user;
     k3_route_fn route;
@@ -4595,6 +4596,7 @@ static void far_compare(step *st) {
     size_t n = st->T * e->sh.latent * sizeof *e->far_sums;
     if (st->i_audit < 0 || memcmp(far_sums(e, (uint32_t)st->i_audit), st->b->moe.Q, n) == 0) return;
     tier_ban(e->far, (uint32_t)st->i_audit);
+    st->e->stats.far_lies++;
     st->has_lied = true;
 }
 
@@ -4623,6 +4625,7 @@ static void far_audit(step *st) {
 static int far_judge(step *st, uint32_t il) {
     st->s->n_unseen += st->is_unseen;
     far_compare(st);
+    if (st->s->n_unseen == 0) st->s->lies_seen = st->e->stats.far_lies;
     if (!st->has_lied || st->s->n_unseen == 0) return 0;
     return fail(st->err, K3_EREDO,
                 "layer %u at position %llu: a far box gives wrong expert sums and is not asked "
@@ -4634,6 +4637,16 @@ static int far_judge(step *st, uint32_t il) {
 static double far_learn(double mean, double sample) {
     if (mean <= 0) return sample;
     return 0.8 * mean + 0.2 * (sample < 8 * mean ? sample : 8 * mean);
+}
+
+/* K3_EREDO when a box that this session believed has been caught since. */
+static int far_trust(k3_session *s, k3_error *err) {
+    if (s->n_unseen == 0) s->lies_seen = s->e->stats.far_lies;
+    if (s->lies_seen == s->e->stats.far_lies) return 0;
+    return fail(err, K3_EREDO,
+                "a far box gives wrong expert sums and is not asked again; %llu layers of this "
+                "session had answers that were not compared: begin again",
+                (unsigned long long)s->n_unseen);
 }
 
 /* A layer's last expert from disk is here: what one costs, when all came from there. */
@@ -5410,7 +5423,7 @@ uint64_t k3_engine_fingerprint(const k3_engine *e) {
 
 struct k3_snapshot {
     k3_engine *e;
-    uint64_t pos, ids_hash, n_unseen;
+    uint64_t pos, ids_hash, n_unseen, lies_seen;
     uint8_t *block; /* the KDA layers' arrays, one after the other */
     uint64_t block_bytes;
 };
@@ -5437,6 +5450,7 @@ int k3_session_snapshot(k3_session *s, k3_snapshot **out, k3_error *err) {
     snap->e = e;
     snap->pos = s->pos;
     snap->n_unseen = s->n_unseen;
+    snap->lies_seen = s->lies_seen;
     snap->ids_hash = XXH3_64bits(s->ids, (size_t)s->pos * sizeof *s->ids);
     snap->block_bytes = e->sh.state_bytes;
     snap->block = ledger_take(&e->mem, snap->block_bytes, "snapshot", err);
@@ -5459,6 +5473,7 @@ int k3_session_restore(k3_session *s, const k3_snapshot *snap, k3_error *err) {
     snapshot_copy(s, snap->block, true);
     k3_state_resume(s, snap->pos);
     s->n_unseen = snap->n_unseen;
+    s->lies_seen = snap->lies_seen;
     return 0;
 }
 
@@ -5566,6 +5581,7 @@ int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, 
     uint64_t fp = fp_save(), start = now_ns();
     fp_default();
     step st = {.e = e, .s = s, .b = e->scratch, .k = e->kern, .err = err};
+    rc = far_trust(s, err); /* another session of this engine may have caught a box */
     st.total = (uint64_t)n * e->sh.n_layers;
     for (size_t at = 0; rc == 0 && at < n; at += st.T) {
         st.T = n - at < (size_t)e->chunk ? n - at : (size_t)e->chunk;
@@ -5576,6 +5592,10 @@ int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, 
         if (rc < 0) break;
         memmove(s->ids + s->pos, ids + at, st.T * sizeof *ids); /* may be the session's own */
         s->pos += st.T;
+    }
+    if (rc < 0 && rc != K3_EREDO && st.has_lied) { /* a lie was caught, then something failed */
+        k3_error lie;
+        if (far_trust(s, &lie) < 0) rc = fail(err, K3_EREDO, "%s", lie.text);
     }
     if (rc < 0) {
         s->is_broken = true;

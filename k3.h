@@ -257,6 +257,7 @@ typedef struct {
     uint64_t far_late;       /* times that a box did not answer in time     */
     uint64_t far_hedged;     /* questions that a second box was asked too   */
     uint64_t far_audits;     /* layers whose answers were computed here too */
+    uint64_t far_lies;       /* boxes that were found to lie, and banned    */
 } k3_stats;
 void k3_session_stats(const k3_session *s, k3_stats *out);
 
