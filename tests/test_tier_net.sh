@@ -90,10 +90,11 @@ delayed() {
 }
 if command -v python3 >/dev/null; then
     ip -n $A link set lo up
-    delayed "5 ms each way" 5 0 100 8 --tier-wait 200000
-    delayed "5 ms and up to 10 more" 5 10 100 8 --tier-wait 200000
-    delayed "50 ms each way" 50 0 20 4 --tier-wait 400000
-    delayed "50 ms and up to 50 more, in chunks of 3" 50 50 20 4 --tier-wait 400000 --chunk 3
+    # Where a box must have served, its hello (two round trips) comes within the 300 ms that k3 waits.
+    delayed "5 ms each way" 5 0 100 8 --tier-wait 2000000
+    delayed "5 ms and up to 10 more" 5 10 100 8 --tier-wait 2000000
+    delayed "40 ms each way" 40 0 20 4 --tier-wait 2000000
+    delayed "30 ms and up to 20 more, in chunks of 3" 30 20 20 4 --tier-wait 2000000 --chunk 3
     delayed "50 ms, and no patience" 50 0 0 24 --tier-wait 1000
     delayed "15 ms, patience for some" 5 20 0 24 --tier-wait 25000
 else
