@@ -132,7 +132,7 @@ finds() { # nothing is lost any more
     done
 }
 if loses 5; then
-    check "one packet in 20 lost" 1 8 --tier-wait 1000000
+    check "one packet in 20 lost" 0 8 --tier-wait 1000000 # a lost SYN comes again after a second
     check "one packet in 20 lost, and no patience" 0 24 --tier-wait 2000
     if [ "$(n_lost)" -gt 0 ]; then
         n_passed=$((n_passed + 1))
