@@ -3714,7 +3714,6 @@ typedef struct {
     uint32_t n_far, far_pairs; /* ... asked of far boxes and not settled; their pairs */
     uint32_t n_audit;     /* ... answered, and still to be computed here to compare */
     int i_audit;          /* ... the box whose answer is being computed here; -1: none yet */
-    bool has_lied;        /* ... a box whose answer differed */
     bool is_unseen;       /* ... answered, and used as it was */
     bool is_audit;        /* ... answers are computed here too */
     bool is_timed;        /* ... what is not here is read from disk, since begun_ns */
@@ -4484,7 +4483,7 @@ static void far_begin(step *st) {
     const k3_options *o = &st->e->opt;
     char line[512];
     st->n_far = st->far_pairs = st->n_audit = 0;
-    st->is_audit = st->is_unseen = st->has_lied = false;
+    st->is_audit = st->is_unseen = false;
     st->i_audit = -1;
     st->is_timed = st->e->far != NULL;
     if (!st->e->far) return;
@@ -4597,7 +4596,17 @@ static void far_compare(step *st) {
     if (st->i_audit < 0 || memcmp(far_sums(e, (uint32_t)st->i_audit), st->b->moe.Q, n) == 0) return;
     tier_ban(e->far, (uint32_t)st->i_audit);
     st->e->stats.far_lies++;
-    st->has_lied = true;
+}
+
+/* K3_EREDO when a box that this session believed, in layers that nobody compared, has been caught since. */
+static int far_trust(k3_session *s, k3_error *err) {
+    uint64_t n_lies = s->e->stats.far_lies;
+    if (s->n_unseen == 0) s->lies_seen = n_lies;
+    if (s->lies_seen == n_lies) return 0;
+    return fail(err, K3_EREDO,
+                "a far box gives wrong expert sums and is not asked again; %llu layers before had "
+                "answers that were not compared: begin again",
+                (unsigned long long)s->n_unseen);
 }
 
 /* All is in Q but what boxes answered. Box after box: what Q must become with its sums is known, now
@@ -4625,28 +4634,16 @@ static void far_audit(step *st) {
 static int far_judge(step *st, uint32_t il) {
     st->s->n_unseen += st->is_unseen;
     far_compare(st);
-    if (st->s->n_unseen == 0) st->s->lies_seen = st->e->stats.far_lies;
-    if (!st->has_lied || st->s->n_unseen == 0) return 0;
-    return fail(st->err, K3_EREDO,
-                "layer %u at position %llu: a far box gives wrong expert sums and is not asked "
-                "again; %llu layers before had answers that were not compared: begin again",
-                il, (unsigned long long)st->pos, (unsigned long long)st->s->n_unseen);
+    int rc = far_trust(st->s, st->err);
+    return rc < 0
+               ? fail_in(st->err, rc, "layer %u at position %llu", il, (unsigned long long)st->pos)
+               : 0;
 }
 
 /* The mean with one more sample in it. A program that was stopped for an hour learns nothing by it. */
 static double far_learn(double mean, double sample) {
     if (mean <= 0) return sample;
     return 0.8 * mean + 0.2 * (sample < 8 * mean ? sample : 8 * mean);
-}
-
-/* K3_EREDO when a box that this session believed has been caught since. */
-static int far_trust(k3_session *s, k3_error *err) {
-    if (s->n_unseen == 0) s->lies_seen = s->e->stats.far_lies;
-    if (s->lies_seen == s->e->stats.far_lies) return 0;
-    return fail(err, K3_EREDO,
-                "a far box gives wrong expert sums and is not asked again; %llu layers of this "
-                "session had answers that were not compared: begin again",
-                (unsigned long long)s->n_unseen);
 }
 
 /* A layer's last expert from disk is here: what one costs, when all came from there. */
@@ -5593,10 +5590,8 @@ int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, 
         memmove(s->ids + s->pos, ids + at, st.T * sizeof *ids); /* may be the session's own */
         s->pos += st.T;
     }
-    if (rc < 0 && rc != K3_EREDO && st.has_lied) { /* a lie was caught, then something failed */
-        k3_error lie;
-        if (far_trust(s, &lie) < 0) rc = fail(err, K3_EREDO, "%s", lie.text);
-    }
+    if (rc < 0 && rc != K3_EREDO && far_trust(s, err) < 0)
+        rc = K3_EREDO; /* a lie was caught, then something else failed */
     if (rc < 0) {
         s->is_broken = true;
         stream_reset(e);

@@ -2147,19 +2147,18 @@ static uint64_t bench_lies(const bench_state *b) {
 static int bench_all(bench_state *b, uint64_t *logits_fnv) {
     bench_result total = {.ids_fnv = K3_FNV_BASIS, .logits_fnv = K3_FNV_BASIS};
     size_t n_step = 0;
-    uint64_t n_lies = 0;
     puts("prompt\tn_prompt\tn_gen\tin_tok_s\tout_tok_s\tids_fnv\tlogits_fnv\t"
          "kernels\tthreads\tchunk\tnumerics\t"
          "read_bytes\tstall_s\texpert_hit_rate\tguess_hit_rate\twasted_bytes");
     for (size_t i = 0; i < b->n_prompt; i++) {
         bench_result r = {0};
         char name[24];
+        uint64_t n_lies = bench_lies(b);
         int rc = bench_prompt(b, i, &r);
         size_t steps = r.n_out ? r.n_out - 1 : 0;
         if (rc == DONE && i > 0 && b->a->tier_audit > 1 && bench_lies(b) > n_lies)
             return fail(FAIL_CHECK, "a far box lied: the rows above may be wrong; run again "
                                     "without it, or with --tier-audit 1/1");
-        n_lies = bench_lies(b);
         snprintf(name, sizeof name, "%zu", i);
         if (rc == DONE) rc = bench_row(b, name, &r, steps);
         if (rc != DONE) return rc;

@@ -937,7 +937,7 @@ static void test_queue(void) {
     uint8_t *room = aligned_alloc(IO_ALIGN, N_REQS * 4 * IO_ALIGN);
     if (!e || !CHECK((f.log = malloc(MAX_LOG * sizeof *f.log)) && room)) return;
     for (int i = 0; i < N_REQS; i++) req_init(&r[i], room + i * 4 * IO_ALIGN, e, 5000u + 7001u * (uint64_t)i, 6000);
-    f.is_gated = true;
+    fake_shut(&f, true);
     for (int i = 0; i < N_REQS; i++) {
         disk_submit(&e->io, &r[i], urgency[i]);
         while (i == 0 && disk_state(&e->io, &r[0]) != IO_BUSY) usleep(100);
@@ -945,9 +945,7 @@ static void test_queue(void) {
     disk_raise(&e->io, &r[4], false); /* behind the demand */
     disk_raise(&e->io, &r[2], true);  /* before it */
     CHECK(disk_cancel(&e->io, &r[5]) && !disk_cancel(&e->io, &r[0]));
-    pthread_mutex_lock(&f.lock);
-    f.is_gated = false;
-    pthread_mutex_unlock(&f.lock);
+    fake_shut(&f, false);
     for (int i = 0; i < N_REQS - 1; i++) disk_wait(&e->io, &r[i]);
     CHECK_EQ_INT(f.n_log, 5);
     for (int i = 0; i < 5 && i < f.n_log; i++) CHECK(f.log[i].to == r[order[i]].to);

@@ -52,9 +52,12 @@ check() {
     "$K3" run "${args[@]}" --tokens "$tokens" >"$T/out" 2>"$T/err"
     local want got rc
     want=$(field logits_fnv)
-    ip netns exec $A "$K3" run "${args[@]}" --tokens "$tokens" --ram $ram "${tier[@]}" "$@" >"$T/out" 2>"$T/err"
-    rc=$?
-    got=$(field logits_fnv)
+    for _ in $(seq "${TRIES:-1}"); do # over a bad link the hello may come too late for a short run
+        ip netns exec $A "$K3" run "${args[@]}" --tokens "$tokens" --ram $ram "${tier[@]}" "$@" >"$T/out" 2>"$T/err"
+        rc=$?
+        got=$(field logits_fnv)
+        [ $rc = 0 ] && [ "$got" = "$want" ] && [ "$(field far_served)" -lt "$least" ] || break
+    done
     if [ $rc = 0 ] && [ "$got" = "$want" ] && [ "$(field far_served)" -ge "$least" ]; then
         n_passed=$((n_passed + 1))
     else
@@ -83,18 +86,17 @@ delayed() {
     link=$!
     for _ in $(seq 200); do grep -q ready "$T/link" && break; sleep 0.02; done
     tier=(--tier 127.0.0.1:7384 --psk-file "$T/key")
-    check "$name" "$@"
+    TRIES=5 check "$name" "$@"
     tier=(--tier 10.77.0.2:7383 --psk-file "$T/key")
     { kill $link && wait $link; } 2>/dev/null
     link=
 }
 if command -v python3 >/dev/null; then
     ip -n $A link set lo up
-    # Where a box must have served, its hello (two round trips) comes within the 300 ms that k3 waits.
-    delayed "5 ms each way" 5 0 100 8 --tier-wait 2000000
-    delayed "5 ms and up to 10 more" 5 10 100 8 --tier-wait 2000000
-    delayed "40 ms each way" 40 0 20 4 --tier-wait 2000000
-    delayed "30 ms and up to 20 more, in chunks of 3" 30 20 20 4 --tier-wait 2000000 --chunk 3
+    delayed "5 ms each way" 5 0 100 8 --tier-wait 200000
+    delayed "5 ms and up to 10 more" 5 10 100 8 --tier-wait 200000
+    delayed "50 ms each way" 50 0 20 4 --tier-wait 400000
+    delayed "50 ms and up to 50 more, in chunks of 3" 50 50 20 4 --tier-wait 400000 --chunk 3
     delayed "50 ms, and no patience" 50 0 0 24 --tier-wait 1000
     delayed "15 ms, patience for some" 5 20 0 24 --tier-wait 25000
 else
@@ -132,7 +134,7 @@ finds() { # nothing is lost any more
     done
 }
 if loses 5; then
-    check "one packet in 20 lost" 0 8 --tier-wait 1000000 # a lost SYN comes again after a second
+    TRIES=5 check "one packet in 20 lost" 1 8 --tier-wait 1000000
     check "one packet in 20 lost, and no patience" 0 24 --tier-wait 2000
     if [ "$(n_lost)" -gt 0 ]; then
         n_passed=$((n_passed + 1))
