@@ -1499,11 +1499,11 @@ static int read_copy(const shard *s, int copy, void *to, uint64_t n, uint64_t of
     return 0;
 }
 
-/* The same from the first copy that can. */
+/* The same from the first copy that can, each asked twice. */
 static int read_exact(const shard *s, void *to, uint64_t n, uint64_t offset, k3_error *err) {
     int rc = K3_EIO;
-    for (int c = 0; rc < 0 && c < K3_MAX_COPIES; c++)
-        if (s->fd[c] >= 0) rc = read_copy(s, c, to, n, offset, err);
+    for (int i = 0; rc < 0 && i < 2 * K3_MAX_COPIES; i++)
+        if (s->fd[i / 2] >= 0) rc = read_copy(s, i / 2, to, n, offset, err);
     return rc;
 }
 
@@ -3722,6 +3722,12 @@ typedef struct {
     k3_error *err;
 } step;
 
+/* What far boxes answered and nobody compared; with no layers the rest means nothing. */
+typedef struct {
+    uint64_t n_layers, from; /* how many, of positions from here on                     */
+    uint64_t lies_seen;      /* of the engine's far_lies, those that were no matter here */
+} doubt;
+
 struct k3_session {
     k3_engine *e;
     uint64_t pos, context;
@@ -3731,8 +3737,7 @@ struct k3_session {
     void *block;
     uint64_t block_bytes;
     bool is_broken;
-    uint64_t n_unseen;  /* layers whose far answers were used and not compared */
-    uint64_t lies_seen; /* of the engine's far_lies, those that were no matter here */
+    doubt doubt;
     k3_trace_fn trace;
     void *trace_user;
     k3_route_fn route;
@@ -4601,12 +4606,12 @@ static void far_compare(step *st) {
 /* K3_EREDO when a box that this session believed, in layers that nobody compared, has been caught since. */
 static int far_trust(k3_session *s, k3_error *err) {
     uint64_t n_lies = s->e->stats.far_lies;
-    if (s->n_unseen == 0) s->lies_seen = n_lies;
-    if (s->lies_seen == n_lies) return 0;
+    if (s->doubt.n_layers == 0) s->doubt.lies_seen = n_lies;
+    if (s->doubt.lies_seen == n_lies) return 0;
     return fail(err, K3_EREDO,
                 "a far box gives wrong expert sums and is not asked again; %llu layers before had "
                 "answers that were not compared: begin again",
-                (unsigned long long)s->n_unseen);
+                (unsigned long long)s->doubt.n_layers);
 }
 
 /* All is in Q but what boxes answered. Box after box: what Q must become with its sums is known, now
@@ -4632,7 +4637,7 @@ static void far_audit(step *st) {
  * rows that were handed out and the ids drawn from them: only beginning again, from before the first
  * such answer, makes it right. */
 static int far_judge(step *st, uint32_t il) {
-    st->s->n_unseen += st->is_unseen;
+    if (st->is_unseen && st->s->doubt.n_layers++ == 0) st->s->doubt.from = st->pos;
     far_compare(st);
     int rc = far_trust(st->s, st->err);
     return rc < 0
@@ -5306,15 +5311,21 @@ void k3_state_layer(const k3_session *s, uint32_t il, uint64_t n_pos, k3_state_a
         sizeof(float);
 }
 
-void k3_state_resume(k3_session *s, uint64_t n_pos) {
+int k3_state_resume(k3_session *s, uint64_t n_pos, uint64_t n_doubtful, const char *name,
+                    k3_error *err) {
+    if (n_doubtful > 0 && s->e->stats.far_lies > 0)
+        return fail(err, K3_ECHECK,
+                    "%s: made with answers of far boxes that nobody compared, and a box was caught "
+                    "giving wrong ones: make it again",
+                    name);
     s->pos = n_pos;
-    s->n_unseen = 0; /* what is in a file is taken for right */
+    s->doubt = (doubt){.n_layers = n_doubtful};
     s->is_broken = false;
+    return 0;
 }
 
-bool k3_state_is_doubtful(const k3_session *s) {
-    return s->n_unseen > 0 && s->e->opt.tier_audit > 1;
-}
+uint64_t k3_state_doubtful(const k3_session *s) { return s->doubt.n_layers; }
+bool k3_state_has_audits(const k3_engine *e) { return e->opt.tier_audit > 0; }
 
 void *k3_state_begin(k3_engine *e, uint64_t *room) {
     pthread_mutex_lock(&e->step);
@@ -5420,7 +5431,8 @@ uint64_t k3_engine_fingerprint(const k3_engine *e) {
 
 struct k3_snapshot {
     k3_engine *e;
-    uint64_t pos, ids_hash, n_unseen, lies_seen;
+    uint64_t pos, ids_hash;
+    doubt doubt;
     uint8_t *block; /* the KDA layers' arrays, one after the other */
     uint64_t block_bytes;
 };
@@ -5446,8 +5458,7 @@ int k3_session_snapshot(k3_session *s, k3_snapshot **out, k3_error *err) {
     if (!snap) return fail(err, K3_ENOMEM, "snapshot: out of memory");
     snap->e = e;
     snap->pos = s->pos;
-    snap->n_unseen = s->n_unseen;
-    snap->lies_seen = s->lies_seen;
+    snap->doubt = s->doubt;
     snap->ids_hash = XXH3_64bits(s->ids, (size_t)s->pos * sizeof *s->ids);
     snap->block_bytes = e->sh.state_bytes;
     snap->block = ledger_take(&e->mem, snap->block_bytes, "snapshot", err);
@@ -5468,9 +5479,16 @@ int k3_session_restore(k3_session *s, const k3_snapshot *snap, k3_error *err) {
                     "snapshot: its %llu ids are not the first of this session's %llu",
                     (unsigned long long)snap->pos, (unsigned long long)s->pos);
     snapshot_copy(s, snap->block, true);
-    k3_state_resume(s, snap->pos);
-    s->n_unseen = snap->n_unseen;
-    s->lies_seen = snap->lies_seen;
+    /* Latent rows may have been written again since, with answers that are still in doubt. */
+    const doubt *was = &snap->doubt;
+    if (s->doubt.n_layers == 0 || s->doubt.from >= snap->pos) {
+        s->doubt = *was;
+    } else if (was->n_layers > 0) {
+        if (was->from < s->doubt.from) s->doubt.from = was->from;
+        if (was->lies_seen < s->doubt.lies_seen) s->doubt.lies_seen = was->lies_seen;
+    }
+    s->pos = snap->pos;
+    s->is_broken = false;
     return 0;
 }
 
@@ -5548,7 +5566,8 @@ void k3_session_reset(k3_session *s) {
     for (uint32_t il = 0; il < s->e->sh.n_layers;
          il++) /* cache rows are written before they are read */
         if (!s->e->sh.is_mla[il]) memset(s->state[il], 0, layer_state_bytes(&s->e->sh, il, 0));
-    s->pos = s->n_unseen = 0;
+    s->pos = 0;
+    s->doubt = (doubt){0};
     s->is_broken = false;
 }
 

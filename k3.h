@@ -293,7 +293,8 @@ int k3_session_save(k3_session *s, const char *path, const void *app, size_t n_a
 /* Put the session where the saved one was. `app`, `n_app` and `info` may be NULL; else *app is
  * the caller's to free(), and NULL when there is none. After an error the session is as new.
  * Errors  K3_ECHECK: no state file, damaged, or of another version, numerics id or model; the
- *         text says what differs. K3_EFULL: more positions than the context. K3_EIO, K3_ENOMEM */
+ *         text says what differs; or made with far boxes' answers that nobody compared, and this
+ *         engine has caught a box that lies. K3_EFULL: more positions than the context. K3_EIO, K3_ENOMEM */
 int k3_session_load(k3_session *s, const char *path, void **app, size_t *n_app, k3_state_info *info,
                     k3_error *err);
 
@@ -327,7 +328,8 @@ int64_t k3_cache_restore(k3_cache *c, k3_session *s, const uint32_t *ids, size_t
 
 /* Keep the session's present state. 0 also when it is there already, when another process is
  * writing it, when there is nothing to keep or when it could never fit.
- * Nothing is kept either of a session that believed far boxes while k3_options.tier_audit is above 1.
+ * With k3_options.tier_audit nothing is kept of a session in which far boxes were believed, and
+ * no entry of such a one is taken; one without doubt takes the place of one with.
  * Errors  K3_EUSAGE (the session ended with an error), K3_EIO: the session is unharmed */
 int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err);
 
@@ -340,6 +342,7 @@ void k3_cache_get_stats(const k3_cache *c, k3_cache_stats *out);
 typedef struct {
     char numerics[32];
     uint64_t fingerprint, n_pos, file_bytes, raw_bytes, n_app;
+    uint64_t n_doubtful; /* layers in which far boxes were believed and nobody compared */
     uint64_t used_s; /* last use: the file's modification time, Unix seconds */
 } k3_state_head;
 

@@ -3166,9 +3166,10 @@ static int cache_visit(void *user, const char *path, const k3_state_head *head, 
         say("%s", err.text);
     } else if (!w->checks) {
         if (localtime_r(&at, &tm)) strftime(used, sizeof used, "%Y-%m-%d %H:%M:%S", &tm);
-        printf("%10llu positions %12s  %s  model %016llx  %s\n", (unsigned long long)head->n_pos,
+        printf("%10llu positions %12s  %s  model %016llx  %s%s\n", (unsigned long long)head->n_pos,
                fmt_bytes(size, head->file_bytes), used, (unsigned long long)head->fingerprint,
-               slash ? slash + 1 : path);
+               slash ? slash + 1 : path,
+               head->n_doubtful > 0 ? "  with far answers that nobody compared" : "");
     }
     return 0;
 }

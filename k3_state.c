@@ -25,9 +25,11 @@
  *   124   4  u32 KDA head size                 then app, bytes as given; then the layers in
  *   128   4  u32 floats of a latent row        order. Ids and layers are split into four byte
  *   132   4  f32 eps of the lora norms         planes: plane b holds byte b of every element.
- *   136 112  0                                 App is one plane.
+ *   136   8  u64 layers in doubt               App is one plane.
+ *   144 104  0
  *   248   8  u64 XXH3-64 of bytes [0, 248)
  *
+ * Layers in doubt: those for which a far box's sums were taken and compared by nobody.
  * Key: XXH3-128 of numerics id (32 bytes), fingerprint (u64) and ids (u32 each).
  * A KDA layer is f32 [heads][k][v], the state, then f32 [q, k, v][3][heads x d], the last three
  * samples before the convolution, oldest first. An MLA layer is f32 [positions][latent row]:
@@ -129,7 +131,7 @@ static const uint8_t MAGIC[8] = {'K', '3', 'S', 'T', 'A', 'T', 'E', '\n'};
 typedef struct {
     char numerics[32];
     uint64_t fingerprint, n_pos, n_app, n_sections, file_bytes, raw_bytes;
-    uint64_t key[2];
+    uint64_t key[2], n_doubtful;
     uint32_t vocab_size, n_layers, kda_heads, kda_dim, kv_row;
     float eps_lora;
 } head;
@@ -162,6 +164,7 @@ static void head_write(const head *h, uint8_t out[HEAD_BYTES]) {
     const uint32_t u[] = {h->vocab_size, h->n_layers, h->kda_heads, h->kda_dim, h->kv_row};
     for (int i = 0; i < 5; i++) put_u32(out + 112 + 4 * i, u[i]);
     memcpy(out + 132, &h->eps_lora, 4);
+    put_u64(out + 136, h->n_doubtful);
     put_u64(out + HEAD_SUM, XXH3_64bits(out, HEAD_SUM));
 }
 
@@ -182,8 +185,9 @@ static int head_parse(head *h, const uint8_t in[HEAD_BYTES], uint64_t size, cons
     uint32_t *const u[] = {&h->vocab_size, &h->n_layers, &h->kda_heads, &h->kda_dim, &h->kv_row};
     for (int i = 0; i < 5; i++) *u[i] = get_u32(in + 112 + 4 * i);
     memcpy(&h->eps_lora, in + 132, 4);
+    h->n_doubtful = get_u64(in + 136);
     bool is_blank = h->numerics[sizeof h->numerics - 1] == 0;
-    for (int i = 136; i < HEAD_SUM; i++) is_blank = is_blank && in[i] == 0;
+    for (int i = 144; i < HEAD_SUM; i++) is_blank = is_blank && in[i] == 0;
     if (!is_blank || h->n_pos == 0 || h->n_pos > 1u << 30 || h->n_app > K3_STATE_APP_MAX)
         return fail(err, K3_ECHECK, "%s: damaged: the header makes no sense", name);
     if (h->file_bytes != size)
@@ -467,6 +471,7 @@ static int state_write(k3_session *s, int fd, const char *name, const void *app,
     const uint32_t *ids = k3_session_ids(s, &n_ids);
     h->n_pos = n_ids;
     h->n_app = n_app;
+    h->n_doubtful = k3_state_doubtful(s);
     h->file_bytes = HEAD_BYTES;
     int rc = key_of(h, ids, n_ids, h->key, err);
     if (rc < 0) return rc;
@@ -577,8 +582,7 @@ static int state_take(k3_session *s, int fd, const char *path, const head *h, vo
     if (app && h->n_app && !(*app = malloc((size_t)h->n_app)))
         return fail(err, K3_ENOMEM, "%s: out of memory", path);
     rc = state_read(s, fd, path, h, app ? *app : NULL, err);
-    if (rc == 0) k3_state_resume(s, h->n_pos);
-    return rc;
+    return rc < 0 ? rc : k3_state_resume(s, h->n_pos, h->n_doubtful, path, err);
 }
 
 int k3_session_load(k3_session *s, const char *path, void **app, size_t *n_app, k3_state_info *info,
@@ -788,6 +792,7 @@ int k3_state_check(const char *path, bool all, k3_state_head *out, k3_error *err
     out->file_bytes = h.file_bytes;
     out->raw_bytes = h.raw_bytes;
     out->n_app = h.n_app;
+    out->n_doubtful = h.n_doubtful;
     out->used_s = (uint64_t)st.st_mtime;
     uint8_t *room = all ? malloc(WORKER_BYTES + PIECE_BYTES) : NULL;
     if (all)
@@ -1041,13 +1046,32 @@ static int cache_match(const k3_cache *c, entry_list *l, const uint32_t *ids, si
     return 0;
 }
 
+/* Layers of an entry that are in doubt; an entry that cannot be read has none. */
+static uint64_t cache_doubtful(const char *path) {
+    struct stat st;
+    head h = {.n_doubtful = 0};
+    int fd = state_open(path, &h, &st, NULL);
+    if (fd < 0) return 0;
+    close(fd);
+    return h.n_doubtful;
+}
+
+/* Who compares what boxes answer does not go on from answers that nobody compared. */
+static int cache_is_fit(const k3_cache *c, const char *path, k3_error *err) {
+    uint64_t n = k3_state_has_audits(c->e) ? cache_doubtful(path) : 0;
+    if (n == 0) return 0;
+    return fail(err, K3_EREDO, "%s: far boxes answered in %llu layers and nobody compared", path,
+                (unsigned long long)n);
+}
+
 /* One entry into the session. 0: it is there; else what it was no good for. */
 static int cache_take(k3_cache *c, k3_session *s, const entry *x, const uint32_t *ids) {
     char path[PATH_BYTES];
     k3_error why = {{0}};
     size_t n;
     if (entry_path(path, c->dir, x->n_pos, x->key, "") < 0) return K3_EUSAGE;
-    int rc = k3_session_load(s, path, NULL, NULL, NULL, &why);
+    int rc = cache_is_fit(c, path, &why);
+    if (rc == 0) rc = k3_session_load(s, path, NULL, NULL, NULL, &why);
     if (rc == 0) {
         const uint32_t *own = k3_session_ids(s, &n);
         if (n != x->n_pos || memcmp(own, ids, n * sizeof *ids) != 0)
@@ -1114,13 +1138,15 @@ int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err) {
     const uint32_t *ids = k3_session_ids(s, &n);
     const k3_shape *sh = k3_engine_shape(c->e);
     bool is_kept = false;
-    if ((n == 0 || k3_state_is_doubtful(s)) && !k3_state_is_broken(s)) return 0;
+    bool is_doubtful = k3_state_doubtful(s) > 0;
+    if ((n == 0 || (is_doubtful && k3_state_has_audits(c->e))) && !k3_state_is_broken(s)) return 0;
     int rc = session_check(s, err);
     if (rc == 0) rc = key_of(&c->own, ids, n, key, err);
     if (rc < 0) return rc;
     if (entry_path(path, c->dir, n, key, "") < 0 || entry_path(temp, c->dir, n, key, ".tmp") < 0)
         return fail(err, K3_EUSAGE, "cache %.200s...: the name is too long", c->dir);
-    if (utimensat(AT_FDCWD, path, NULL, 0) == 0) return 0; /* there, and used now */
+    if (utimensat(AT_FDCWD, path, NULL, 0) == 0 && (is_doubtful || cache_doubtful(path) == 0))
+        return 0; /* there, and used now; one in doubt makes room for one that is not */
     uint64_t raw = sh->state_bytes + n * sh->pos_bytes;
     if (raw / 2 > c->max_bytes) { /* half of it is mantissas, which do not shrink */
         cache_note_size(c, raw);

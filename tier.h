@@ -40,6 +40,7 @@
 #define TIER_MAX_CONFIG (1u << 18)
 #define TIER_MAX_INTER 65536
 #define TIER_HELLO_MS 5000 /* who has not been welcomed by then is cut off       */
+#define TIER_HASTE_MS 500  /* ... by then, if there is no place for another      */
 #define TIER_MAX_KEY 1024u /* bytes of a key file                                */
 #define TIER_MIN_KEY 16u
 

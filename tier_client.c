@@ -786,12 +786,8 @@ uint64_t tier_bytes(const tier_model *m, const tier_options *o) {
 }
 
 static int box_start(box *b) {
-    pthread_condattr_t attr;
     pthread_mutex_init(&b->lock, NULL);
-    pthread_condattr_init(&attr);
-    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-    pthread_cond_init(&b->changed, &attr);
-    pthread_condattr_destroy(&attr);
+    clock_cond_init(&b->changed);
     return pthread_create(&b->thread, NULL, box_main, b);
 }
 

@@ -101,7 +101,7 @@ static void *keep_main(void *arg) {
     while (!k->is_dead) {
         uint32_t before = k->n_queue;
         struct timespec until;
-        clock_gettime(CLOCK_REALTIME, &until);
+        clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_sec += KEEP_IDLE_S;
         if (before == 0 && !k->is_stopping)
             pthread_cond_wait(&k->more, &k->lock);
@@ -139,7 +139,7 @@ static bool keep_start(keeper *k, const char *dir, const slice *man, uint64_t ex
     k->queue = calloc(n_all, sizeof *k->queue);
     k->bytes = calloc(n_all, sizeof *k->bytes);
     pthread_mutex_init(&k->lock, NULL);
-    pthread_cond_init(&k->more, NULL);
+    clock_cond_init(&k->more);
     if (k->man.list && man->n > 0) memcpy(k->man.list, man->list, man->n * sizeof *man->list);
     k->is_running =
         k->man.list && k->queue && k->bytes && pthread_create(&k->thread, NULL, keep_main, k) == 0;

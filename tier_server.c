@@ -121,6 +121,7 @@ typedef struct {
     vram_slot *vram;
     uint32_t n_vram, n_in_vram, n_twice; /* slots; full ones; experts both here and there */
     bool has_vram, is_uploading;         /* the arm works; it takes an expert just now    */
+    bool vram_is_lost;                   /* the arm worked                                */
 } store;
 
 #define NONE (-1)
@@ -542,6 +543,7 @@ static void vram_off(server *s, const char *why) {
     pthread_mutex_lock(&st->lock);
     if (st->has_vram) say("%s; going on without the GPU", why);
     st->has_vram = false;
+    st->vram_is_lost = true;
     for (uint32_t i = 0; i < st->n_vram; i++) vram_evict(s, &st->vram[i]);
     st->i_pin = 0; /* those of --pins that only it held are read again */
     pthread_cond_broadcast(&st->work);
@@ -585,7 +587,7 @@ static void *vram_main(void *arg) {
     pthread_mutex_lock(&st->lock);
     while (!st->is_stopping) {
         struct timespec until;
-        clock_gettime(CLOCK_REALTIME, &until);
+        clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_sec += VRAM_LOOK_S;
         if (st->has_vram && vram_next(s, &i_slot, &i_vram)) {
             vram_fill(s, &st->slots[i_slot], i_vram);
@@ -1584,12 +1586,32 @@ static int listen_open(server *s, const char *text, bool is_http) {
     return rc;
 }
 
+/* Who has not said who it is. */
+static bool conn_is_early(const conn *c) {
+    return c->state == C_HELLO || c->state == C_PROOF || c->state == C_HTTP;
+}
+
+/* Of those the one that has been here longest, if it has had time for a hello. */
+static conn *conn_oldest_early(server *s) {
+    conn *oldest = NULL;
+    uint64_t now = clock_ns();
+    for (uint32_t i = 0; i < s->o.clients + MAX_STATUS; i++) {
+        conn *c = &s->conns[i];
+        if (conn_is_early(c) && now - c->since_ns > TIER_HASTE_MS * 1000000ull &&
+            (!oldest || c->since_ns < oldest->since_ns))
+            oldest = c;
+    }
+    return oldest;
+}
+
 static void conn_accept(server *s, uint32_t i_listen) {
     int fd = accept4(s->listen[i_listen].fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
     conn *c = NULL;
     if (fd < 0) return;
     for (uint32_t i = 0; i < s->o.clients + MAX_STATUS && !c; i++)
         if (s->conns[i].state == C_FREE) c = &s->conns[i];
+    if (!c && (c = conn_oldest_early(s)))
+        conn_close(s, c, "no hello yet, and others want the place");
     if (!c) {
         s->stats[TIER_STAT_BAD]++;
         say("a connection too many is closed: %u places are taken; see --clients",
@@ -1675,8 +1697,7 @@ static bool conn_http(server *s, conn *c) {
 
 /* Cut off who does not say hello, does not read, does nothing, or does not leave. */
 static void conn_check_time(server *s, conn *c, uint64_t now) {
-    bool is_early = c->state == C_HELLO || c->state == C_PROOF || c->state == C_HTTP;
-    if (is_early && now - c->since_ns > TIER_HELLO_MS * 1000000ull)
+    if (conn_is_early(c) && now - c->since_ns > TIER_HELLO_MS * 1000000ull)
         conn_close(s, c, "no hello in time");
     else if (c->stage.is_taking && now - c->since_ns > 30 * 1000000000ull)
         conn_close(s, c, "stopped in the middle of an expert");
@@ -1745,10 +1766,14 @@ static void poll_round(server *s, int ms) {
     }
 }
 
-/* With --linger: has nobody asked or staged for so long? */
+/* With --linger: has nobody asked or staged for so long? Who lost the device that it was started for
+ * makes room for another at once. */
 static bool is_lonely(server *s, uint64_t now) {
     if (s->n_clients + s->n_stagers > 0) s->client_ns = now;
-    return s->o.linger_s > 0 && now - s->client_ns > s->o.linger_s * 1000000000ull;
+    pthread_mutex_lock(&s->st.lock);
+    uint64_t linger_s = s->st.vram_is_lost ? 0 : s->o.linger_s;
+    pthread_mutex_unlock(&s->st.lock);
+    return s->o.linger_s > 0 && now - s->client_ns > linger_s * 1000000000ull;
 }
 
 /* Serve until a signal; then finish what was begun, say goodbye, and leave. */
@@ -2442,7 +2467,7 @@ static int cmd_serve(server *s) {
     uint32_t n = 0;
     struct sigaction sa = {.sa_handler = on_signal};
     pthread_mutex_init(&s->st.lock, NULL);
-    pthread_cond_init(&s->st.work, NULL);
+    clock_cond_init(&s->st.work);
     int rc = server_open(s);
     if (rc == DONE) {
         sigaction(SIGTERM, &sa, NULL);

@@ -478,7 +478,7 @@ static void test_refusals(void) {
     refuse_field(f, n, 120, 8, K3_ECHECK, "KDA heads 12 there, 4 here");
     refuse_field(f, n, 124, 64, K3_ECHECK, "KDA head size 96 there, 32 here");
     refuse_field(f, n, 128, 1, K3_ECHECK, "latent row 97 there, 96 here");
-    refuse_field(f, n, 140, 1, K3_ECHECK, "makes no sense");
+    refuse_field(f, n, 144, 1, K3_ECHECK, "makes no sense");
     refuse_field(f, n, 67, 1, K3_ECHECK, "makes no sense"); /* 16 MiB of app */
     refuse_field(f, n, 57, 1, K3_EFULL, "state of 316 positions, more than the context of 256");
     refuse_field(f, n, 56, 1, K3_ECHECK, "damaged: ids");   /* one position more */
@@ -972,6 +972,121 @@ static int speed(const char *config_dir, const char *dir) {
     return 0;
 }
 
+/* ---- What far boxes said and nobody compared; there are none here, so a test says that there were ---- */
+
+static void doubt_from(k3_session *s, uint64_t pos) {
+    s->doubt = (doubt){.n_layers = 3, .from = pos, .lies_seen = s->e->stats.far_lies};
+}
+
+static bool must_redo(k3_session *s) {
+    k3_error err = {{0}};
+    return k3_session_feed(s, ids + s->pos, 1, K3_ROWS_NONE, NULL, &err) == K3_EREDO &&
+           strstr(err.text, "gives wrong expert sums");
+}
+
+static void test_doubt_undone(void) {
+    k3_session *s = at[0];
+    k3_snapshot *a, *b;
+    k3_error err;
+    k3_session_reset(s);
+    CHECK(goes_on(s, 0, 70));
+    CHECK_EQ_INT(k3_session_snapshot(s, &a, &err), 0);
+    CHECK(goes_on(s, 70, 90));
+    doubt_from(s, 80);
+    CHECK_EQ_INT(k3_session_snapshot(s, &b, &err), 0);
+    way[0]->stats.far_lies++;
+    CHECK(must_redo(s));
+    CHECK_EQ_INT(k3_session_restore(s, b, &err), 0); /* taken when it was too late */
+    CHECK(must_redo(s));
+    for (int i = 0; i < 2; i++) { /* taken before, again and again */
+        CHECK_EQ_INT(k3_session_restore(s, a, &err), 0);
+        CHECK(goes_on(s, 70, 90));
+        doubt_from(s, 85);
+        way[0]->stats.far_lies++;
+        CHECK(must_redo(s));
+    }
+    /* Its rows are written again, by whom nobody knows: now it is of no help either. */
+    k3_session_reset(s);
+    CHECK(goes_on(s, 0, 100));
+    doubt_from(s, 69);
+    CHECK_EQ_INT(k3_session_restore(s, a, &err), 0);
+    CHECK(goes_on(s, 70, 80)); /* no lie yet */
+    way[0]->stats.far_lies++;
+    CHECK(must_redo(s));
+    CHECK_EQ_INT(k3_session_restore(s, a, &err), 0);
+    CHECK(must_redo(s));
+    k3_session_reset(s);
+    CHECK(goes_on(s, 0, 100));
+    CHECK_EQ_INT(k3_session_restore(s, b, &err), 0); /* the other way round */
+    CHECK(must_redo(s));
+    k3_session_reset(s);
+    CHECK(goes_on(s, 0, N_IDS));
+    k3_snapshot_free(a);
+    k3_snapshot_free(b);
+    way[0]->stats.far_lies = 0;
+}
+
+/* The doubt goes into the file and comes back with it. */
+static void test_doubt_kept(void) {
+    k3_session *s = at[0];
+    k3_error err;
+    k3_state_head h;
+    k3_session_reset(s);
+    CHECK(goes_on(s, 0, 70));
+    doubt_from(s, 50);
+    CHECK_EQ_INT(k3_session_save(s, path_a, NULL, 0, NULL, &err), 0);
+    CHECK_EQ_INT(k3_state_check(path_a, true, &h, &err), 0);
+    CHECK_EQ_INT(h.n_doubtful, 3);
+    k3_session_reset(s);
+    CHECK_EQ_INT(k3_session_load(s, path_a, NULL, NULL, NULL, &err), 0);
+    CHECK_EQ_INT(s->doubt.n_layers, 3);
+    CHECK(goes_on(s, 70, 80));
+    way[0]->stats.far_lies = 1;
+    CHECK(must_redo(s));
+    CHECK_EQ_INT(k3_session_load(s, path_a, NULL, NULL, NULL, &err), K3_ECHECK);
+    CHECK(strstr(err.text, path_a) && strstr(err.text, "make it again"));
+    CHECK_EQ_INT(k3_session_pos(s), 0);
+    way[0]->stats.far_lies = 0;
+}
+
+/* Who compares takes nothing from the cache that nobody compared, and puts right what is there. */
+static void test_doubt_cached(void) {
+    k3_cache *c = cache_open(way[0], 0);
+    k3_session *s = at[0];
+    k3_error err;
+    k3_state_head h;
+    k3_cache_trim(cache_dir, 0, NULL, &err);
+    k3_session_reset(s);
+    CHECK(goes_on(s, 0, 70));
+    doubt_from(s, 50);
+    CHECK_EQ_INT(k3_cache_store(c, s, &err), 0);
+    CHECK_EQ_INT(k3_cache_restore(c, s, ids, 80, &err), 70);
+    CHECK_EQ_INT(s->doubt.n_layers, 3);
+    way[0]->opt.tier_audit = 1;
+    n_notes = 0;
+    CHECK_EQ_INT(k3_cache_restore(c, s, ids, 80, &err), 0);
+    CHECK(n_notes == 1 && strstr(last_note, "nobody compared; the cache entry was not used"));
+    CHECK(goes_on(s, 0, 70));
+    doubt_from(s, 50);
+    CHECK_EQ_INT(k3_cache_store(c, s, &err), 0); /* not with audits: what is there stays */
+    k3_session_reset(s);
+    CHECK_EQ_INT(k3_cache_restore(c, s, ids, 80, &err), 0);
+    CHECK(goes_on(s, 0, 70));
+    CHECK_EQ_INT(k3_cache_store(c, s, &err), 0); /* without doubt: in its place */
+    CHECK_EQ_INT(k3_cache_restore(c, s, ids, 80, &err), 70);
+    CHECK_EQ_INT(s->doubt.n_layers, 0);
+    listing l = cache_list();
+    CHECK_EQ_INT(l.n, 1);
+    CHECK_EQ_INT(k3_state_check(l.path[0], true, &h, &err), 0);
+    CHECK_EQ_INT(h.n_doubtful, 0);
+    way[0]->opt.tier_audit = 0;
+    doubt_from(s, 50);
+    CHECK_EQ_INT(k3_cache_store(c, s, &err), 0); /* one that is right stays */
+    CHECK_EQ_INT(k3_cache_restore(c, s, ids, 80, &err), 70);
+    CHECK_EQ_INT(s->doubt.n_layers, 0);
+    k3_cache_close(c);
+}
+
 int main(int argc, char **argv) {
     char command[256];
     setvbuf(stdout, NULL, _IOLBF, 0);
@@ -1002,6 +1117,9 @@ int main(int argc, char **argv) {
     test_cache_prefix();
     test_cache_damage();
     test_cache_size();
+    test_doubt_undone();
+    test_doubt_kept();
+    test_doubt_cached();
     for (int i = 0; i < n_ways; i++) {
         k3_session_free(at[i]);
         k3_engine_close(way[i]);

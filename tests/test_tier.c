@@ -347,7 +347,50 @@ static void test_idle(void) {
     sv.n_stagers = 0;
     CHECK(!is_lonely(&sv, 9900000000u));
     CHECK(is_lonely(&sv, 10100000000u));
+    sv.o.linger_s = 600;
+    CHECK(!is_lonely(&sv, 10100000000u));
+    sv.st.vram_is_lost = true; /* its device is gone: not joined any longer */
+    CHECK(is_lonely(&sv, 10100000000u));
+    sv.n_clients = 1;
+    CHECK(!is_lonely(&sv, 10200000000u));
+    sv.n_clients = 0;
+    sv.st.vram_is_lost = false;
     sv.o.linger_s = 0;
+}
+
+/* Strangers hold every place: whoever comes next gets the one that was held longest without a word. */
+static void test_strangers(void) {
+    char path[] = "/tmp/k3-places-XXXXXX";
+    struct sockaddr_un sa = {.sun_family = AF_UNIX};
+    enum { N = 1 + MAX_STATUS };
+    int fd[N + 2], n = N;
+    uint64_t n_bad = sv.stats[TIER_STAT_BAD];
+    close(mkstemp(path));
+    unlink(path);
+    strcpy(sa.sun_path, path);
+    sv.listen[0].fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0);
+    CHECK(bind(sv.listen[0].fd, (void *)&sa, sizeof sa) == 0 && listen(sv.listen[0].fd, 64) == 0);
+    for (int i = 0; i < n + 2; i++) {
+        fd[i] = socket(AF_UNIX, SOCK_STREAM, 0);
+        CHECK(connect(fd[i], (void *)&sa, sizeof sa) == 0);
+        if (i < n) conn_accept(&sv, 0);
+    }
+    for (int i = 0; i < n; i++) CHECK_EQ_INT(sv.conns[i].state, C_HELLO);
+    conn_accept(&sv, 0); /* all of them have just come */
+    CHECK_EQ_INT(sv.stats[TIER_STAT_BAD], n_bad + 1);
+    CHECK_EQ_INT(recv(fd[n], path, 1, MSG_DONTWAIT), 0);
+    for (int i = 0; i < n; i++) sv.conns[i].since_ns -= (TIER_HASTE_MS + 1) * 1000000ull;
+    sv.conns[2].since_ns -= 1000000;
+    sv.conns[1].since_ns -= 2000000;
+    sv.conns[1].state = C_STATUS; /* welcome: it stays */
+    uint64_t number = sv.conns[2].number;
+    conn_accept(&sv, 0);
+    CHECK(sv.conns[2].state == C_HELLO && sv.conns[2].number > number);
+    for (int i = 0; i < n; i++)
+        if (sv.conns[i].state != C_FREE) conn_close(&sv, &sv.conns[i], NULL);
+    for (int i = 0; i < n + 2; i++) close(fd[i]);
+    close(sv.listen[0].fd);
+    unlink(sa.sun_path);
 }
 
 int main(int argc, char **argv) {
@@ -362,6 +405,7 @@ int main(int argc, char **argv) {
     test_addresses();
     test_store(dir);
     test_idle();
+    test_strangers();
     server_close(&sv);
     return test_finish();
 }
