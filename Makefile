@@ -64,7 +64,7 @@ REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(B
           $(BUILD)/replay_state $(BUILD)/replay_tier $(BUILD)/replay_slice
 
 .PHONY: all gpu demo test test-gpu test-model test-big asan tsan neon fuzz bench golden install \
-        clean help
+        clean help always
 all: $(BUILD)/k3 $(BUILD)/k3-tier
 
 help:
@@ -81,7 +81,7 @@ help:
 	@echo "make fuzz        a minute on each fuzz target (clang)"
 	@echo "make bench       tokens per second on the bundled model, then the kernels"
 	@echo "make install     to PREFIX ($(PREFIX))"
-	@echo "make clean       remove $(BUILD)*"
+	@echo "make clean       remove $(BUILD) and the other builds"
 	@echo "Variables: CC CFLAGS LDFLAGS BUILD PREFIX V=1; CURL=0: no TLS and no proxies to far boxes"
 
 $(BUILD)/k3: $(BUILD)/k3_cli.o $(COMMANDS) $(ENGINE)
@@ -252,6 +252,20 @@ install: all
 	install -m 644 demo/* "$(DESTDIR)$(PREFIX)/share/k3/demo/"
 
 clean:
-	rm -rf $(BUILD) $(BUILD)-asan $(BUILD)-tsan $(BUILD)-neon $(BUILD)-fuzz $(BUILD)-builds
+	rm -rf $(BUILD) $(BUILD)-asan $(BUILD)-tsan $(BUILD)-neon $(BUILD)-fuzz $(BUILD)-builds $(BUILD)-clang
+
+# What is compiled and linked with other flags than before is made again.
+quoted     = '$(subst ','\'',$(1))'
+FLAGS_SAID = $(call quoted,$(CC) $(ALL_CFLAGS))
+LINKS_SAID = $(call quoted,$(LDFLAGS) $(K3_LIBS) edit $(K3_EDIT) gpu $(K3_GPU))
+$(KERNELS) $(ENGINE) $(COMMANDS) $(TESTS) $(REPLAYS) $(addprefix $(BUILD)/,k3_cli.o k3_cli_test.o \
+  tier_tls.o tier_server.o tier_server_gpu.o gpu_bench.o test_gpu): $(BUILD)/flags
+$(BUILD)/k3 $(BUILD)/k3-tier $(TESTS) $(REPLAYS): $(BUILD)/links
+
+$(BUILD)/flags: always | $(BUILD)
+	$(Q)echo $(FLAGS_SAID) | cmp -s - $@ || echo $(FLAGS_SAID) >$@
+
+$(BUILD)/links: always | $(BUILD)
+	$(Q)echo $(LINKS_SAID) | cmp -s - $@ || echo $(LINKS_SAID) >$@
 
 -include $(wildcard $(BUILD)/*.d)

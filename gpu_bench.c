@@ -101,7 +101,7 @@ static int measure(gpu *g, uint32_t latent, uint32_t experts, uint32_t rows, uin
         uint64_t start = clock_ns();
         rc = gpu_begin(g, z, rows, items, experts, row, w, experts * rows, why, n_why);
         uint64_t begun = clock_ns();
-        if (rc == 0) rc = gpu_end(g, Q, bad, why, n_why);
+        if (rc == 0) rc = gpu_end(g, Q, bad, NULL, why, n_why);
         uint64_t end = clock_ns();
         if (rc > 0) snprintf(why, n_why, "a sum out of range");
         if (rc == 0 && at >= 20) {
@@ -132,8 +132,16 @@ static int measure(gpu *g, uint32_t latent, uint32_t experts, uint32_t rows, uin
 int gpu_bench(uint32_t latent, uint32_t inter, int device, uint64_t vram, char *why,
               size_t n_why) {
     static const uint32_t experts[] = {1, 3, 16}, rows[] = {1, 4, 16, 64};
-    gpu_options o = {latent, inter, MAX_ROWS, TIER_MAX_TOP_K, MAX_ROWS * TIER_MAX_TOP_K,
-                     4.0f,   25.0f, device,   vram};
+    gpu_options o = {.latent = latent,
+                     .inter = inter,
+                     .max_rows = MAX_ROWS,
+                     .max_items = TIER_MAX_TOP_K,
+                     .max_pairs = MAX_ROWS * TIER_MAX_TOP_K,
+                     .max_slots = UINT32_MAX,
+                     .beta = 4.0f,
+                     .linear_beta = 25.0f,
+                     .device = device,
+                     .vram_bytes = vram};
     gpu *g;
     gpu_info info;
     double read = 0, copy = 0;

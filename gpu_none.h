@@ -21,7 +21,8 @@ static inline int gpu_none_open(gpu **out, char *why, size_t n_why) {
 #define gpu_upload(g, slot, p, why, n) ((void)(g), (void)(slot), (void)(p), gpu_absent(why, n))
 #define gpu_begin(g, z, n_rows, items, n_items, row, w, n_pairs, why, n) \
     ((void)(g), (void)(z), (void)(items), gpu_absent(why, n))
-#define gpu_end(g, Q, is_bad, why, n) ((void)(g), (void)(Q), gpu_absent(why, n))
+#define gpu_end(g, Q, is_bad, took_ns, why, n)                                                     \
+    ((void)(g), (void)(Q), *(took_ns) = 0, gpu_absent(why, n))
 #define gpu_bench(latent, inter, device, vram, why, n) gpu_absent(why, n)
 
 #endif

@@ -2,7 +2,7 @@
  *
  *   1 Errors, constants        4 Moving a request in and out
  *   2 Layout and upload        5 The arm: open, upload, begin, end
- *   3 The two kernels          6 Pace of the device
+ *   3 The kernel               6 Pace of the device
  *
  * How the bits are kept (NUMERICS 2): the 16 accumulators of a dot16 are shared out to a quad of
  * threads, four lanes each; a thread walks its lanes through all groups in order, evens before odds,
@@ -157,9 +157,8 @@ __global__ static void repack(uint8_t *slot, matrix m, bool is_up, const uint8_t
  *
  * One launch does all of a request, one block of threads on each multiprocessor. Work is cut in
  * tasks, a block of rows of one expert for up to four of its vectors (a segment), first all of `up`,
- * then all of `down`; a warp begins with a task of its own and then takes the next of all. A task of
- * `down` waits until its segment's h is whole: the tasks of that were taken before it, by warps that
- * are running. Small tasks matter more than anything: every task that is alone at the end costs what
+ * then all of `down`; a warp takes the next of all. A task of `down` waits until its segment's h is
+ * whole: the tasks of that were taken before it, by warps that are running, however few there are. Small tasks matter more than anything: every task that is alone at the end costs what
  * five side by side cost.
  *
  * Bytes come through a ring of each warp's own in shared memory, with cp.async past L1: weights,
@@ -195,11 +194,11 @@ typedef struct {
     const segment *segments;
     const uint32_t *row; /* [pairs] */
     const float *w;      /* [pairs] */
-    const float *z;      /* [rows][up.chunks * 128]    */
-    float *hidden;       /* [pairs][down.chunks * 128] */
+    const float *z;      /* [rows][up.chunks * CHUNK]    */
+    float *hidden;       /* [pairs][down.chunks * CHUNK] */
     int64_t *Q;          /* [rows][latent]             */
     uint32_t *is_bad;    /* [items]                    */
-    uint32_t *next;      /* tasks taken after the first of each warp */
+    uint32_t *next;      /* tasks taken */
     uint32_t *n_done;    /* [segments] blocks of `up`  */
     float beta, linear_beta;
     powers by;
@@ -491,16 +490,18 @@ __device__ static inline void task_place(const task &t, uint32_t blocks, uint32_
 template <int MOST>
 __global__ static void __launch_bounds__(32 * WARPS(MOST), 1) experts(const task t) {
     extern __shared__ uint4 shared[];
+    __shared__ uint32_t first; /* task of the block's first warp */
     const uint32_t n_warps = blockDim.x / 32;
     uint8_t *ring = (uint8_t *)shared + threadIdx.x / 32 * RING_BYTES(MOST);
     const float *whole = MOST == 1 ? (float *)((uint8_t *)shared + n_warps * RING_BYTES(1)) : NULL;
     const uint32_t n_up = t.h->n_segments * t.l.up.blocks,
                    n_tasks = n_up + t.h->n_segments * t.l.down.blocks;
+    if (threadIdx.x == 0) first = atomicAdd(t.next, n_warps);
     if (MOST == 1) /* the one row, for all tasks of `up` */
         for (uint32_t k = threadIdx.x; k < t.l.up.chunks * (CHUNK / 4); k += blockDim.x)
             ((float4 *)whole)[k] = ((const float4 *)t.z)[k];
     __syncthreads();
-    for (uint32_t i = threadIdx.x / 32 * gridDim.x + blockIdx.x; i < n_tasks;) {
+    for (uint32_t i = first + threadIdx.x / 32; i < n_tasks;) {
         const bool is_up = i < n_up;
         const uint32_t blocks = is_up ? t.l.up.blocks : t.l.down.blocks;
         uint32_t i_segment, block;
@@ -519,7 +520,7 @@ __global__ static void __launch_bounds__(32 * WARPS(MOST), 1) experts(const task
         else
             run_task<1, false, MOST == 1>(t, ring, g, block, is_up, whole, n_done);
         if (is_up) segment_done(t, i_segment);
-        if (threadIdx.x % 32 == 0) i = gridDim.x * n_warps + atomicAdd(t.next, 1);
+        if (threadIdx.x % 32 == 0) i = atomicAdd(t.next, 1);
         i = __shfl_sync(0xffffffffu, i, 0);
     }
 }
@@ -529,23 +530,32 @@ __global__ static void __launch_bounds__(32 * WARPS(MOST), 1) experts(const task
  * A request is one block of pinned memory, and so is its answer:
  *
  *     in     head | segments | row of each pair | weight of each pair | z, rows padded
- *     out    sums | bad items | number of the request, written last
+ *     out    sums | bad items | how long it took, nanoseconds | number of the request, written last
  *
  * The device reads and writes them itself (mapped memory): a kernel that copies 14 KB across the bus
  * starts sooner than a copy engine, and the host sees the number change sooner than it would hear of
  * the end of the stream.
  */
+__device__ static inline uint64_t device_ns(void) {
+    uint64_t ns;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+    return ns;
+}
+
 __global__ static void stage_in(uint4 *to, const uint4 *from, uint64_t n, uint4 *clear,
-                                uint64_t n_clear) {
+                                uint64_t n_clear, uint64_t *begun) {
     uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x,
              step = (uint64_t)gridDim.x * blockDim.x;
+    if (i == 0) *begun = device_ns();
     for (uint64_t k = i; k < n; k += step) to[k] = from[k];
     for (uint64_t k = i; k < n_clear; k += step) clear[k] = make_uint4(0, 0, 0, 0);
 }
 
-/* `n_done` counts blocks; the last one says that all is there, and leaves it at 0. */
+/* `n_done` counts blocks; the last one says that all is there, and leaves it at 0.
+ * Shapes  answer: u64[2], time and number */
 __global__ static void stage_out(uint4 *to, const uint4 *from, uint64_t n, const head *h,
-                                 uint64_t *number, uint32_t *n_done) {
+                                 const uint64_t *begun, volatile uint64_t *answer,
+                                 uint32_t *n_done) {
     uint64_t step = (uint64_t)gridDim.x * blockDim.x;
     for (uint64_t k = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; k < n; k += step)
         to[k] = from[k];
@@ -553,13 +563,14 @@ __global__ static void stage_out(uint4 *to, const uint4 *from, uint64_t n, const
     __syncthreads();
     if (threadIdx.x > 0 || atomicAdd(n_done, 1) + 1 < gridDim.x) return;
     *n_done = 0;
+    answer[0] = device_ns() - *begun;
     __threadfence_system();
-    *(volatile uint64_t *)number = h->number;
+    answer[1] = h->number;
 }
 
 /* ==== 5. The arm ===================================================================== */
 
-/* Requests of one shape share a graph; powers of two, so that there are few. */
+/* Requests of one shape share a graph. */
 typedef struct {
     uint32_t rows, segments, pairs;
     bool is_timed;
@@ -576,10 +587,11 @@ struct gpu {
     uint32_t *is_high;
     uint8_t *in, *out; /* on the device           */
     float *hidden;
+    uint64_t *begun; /* when the request began, by the device's clock */
     uint32_t *n_done;
     uint32_t n_warps[2], n_shared[2]; /* of a block, for one row and for more */
     uint8_t *host_in, *host_out; /* pinned, mapped */
-    volatile uint64_t *host_number;
+    volatile uint64_t *host_answer; /* [2] how long it took, its number */
     uint64_t in_bytes, out_bytes;
     uint8_t *raw, *host_raw; /* an expert as on disk */
     uint64_t raw_bytes;
@@ -632,6 +644,7 @@ static int gpu_device(gpu *g, char *why, size_t n_why) {
     g->info.sm_major = prop.major;
     g->info.sm_minor = prop.minor;
     g->info.n_sm = prop.multiProcessorCount;
+    g->info.is_shared = prop.integrated;
     if (prop.major < 8) {
         snprintf(why, n_why, "gpu: %s has compute capability %d.%d; 8.0 is the least", prop.name,
                  prop.major, prop.minor);
@@ -652,14 +665,15 @@ static int gpu_buffers(gpu *g, char *why, size_t n_why) {
     TRY(cudaMalloc(&g->out, g->out_bytes));
     TRY(cudaMalloc(&g->hidden, hidden));
     TRY(cudaMemset(g->hidden, 0, hidden)); /* its padding stays 0 */
+    TRY(cudaMalloc(&g->begun, sizeof *g->begun));
     TRY(cudaMalloc(&g->n_done, sizeof *g->n_done));
     TRY(cudaMemset(g->n_done, 0, sizeof *g->n_done));
     TRY(cudaMalloc(&g->raw, g->raw_bytes));
     TRY(cudaHostAlloc(&g->host_in, g->in_bytes, cudaHostAllocMapped));
     TRY(cudaHostAlloc(&g->host_out, g->out_bytes + 64, cudaHostAllocMapped));
     TRY(cudaHostAlloc(&g->host_raw, g->raw_bytes, cudaHostAllocDefault));
-    g->host_number = (volatile uint64_t *)(g->host_out + g->out_bytes);
-    *g->host_number = 0;
+    g->host_answer = (volatile uint64_t *)(g->host_out + g->out_bytes);
+    g->host_answer[1] = 0;
     memset(g->host_in, 0, g->in_bytes); /* the padding of z */
     TRY(cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking));
     TRY(cudaStreamCreateWithFlags(&g->upload_stream, cudaStreamNonBlocking));
@@ -671,16 +685,25 @@ static int gpu_room(gpu *g, char *why, size_t n_why) {
     size_t n_free, n_total;
     TRY(cudaMemGetInfo(&n_free, &n_total));
     uint64_t room = n_free > GPU_MARGIN_BYTES ? n_free - GPU_MARGIN_BYTES : 0;
-    if (g->o.vram_bytes > 0 && g->o.vram_bytes < room) room = g->o.vram_bytes;
-    uint64_t n = room / (g->l.bytes + 4);
-    g->info.slot_bytes = g->l.bytes;
-    g->info.n_slots = n < UINT32_MAX / 2 ? (uint32_t)n : UINT32_MAX / 2;
-    g->info.vram_bytes = g->info.n_slots * g->l.bytes;
-    if (n == 0) {
-        snprintf(why, n_why, "gpu: %llu MiB for experts is less than one takes (%llu MiB)",
-                 (unsigned long long)(room >> 20), (unsigned long long)(g->l.bytes >> 20) + 1);
+    if (g->info.is_shared && g->o.vram_bytes == 0) room /= 2;
+    if (g->o.vram_bytes > room) {
+        snprintf(why, n_why, "gpu: %llu MiB of VRAM are asked for, and %llu are free, less a margin",
+                 (unsigned long long)(g->o.vram_bytes >> 20), (unsigned long long)(room >> 20));
         return -1;
     }
+    if (g->o.vram_bytes > 0) room = g->o.vram_bytes;
+    uint64_t n = room / (g->l.bytes + 4);
+    if (n == 0) {
+        snprintf(why, n_why,
+                 "gpu: %llu MiB of VRAM for experts is less than one takes (%llu MiB); %llu of %llu "
+                 "MiB are free: another program holds the rest",
+                 (unsigned long long)(room >> 20), (unsigned long long)(g->l.bytes >> 20) + 1,
+                 (unsigned long long)(n_free >> 20), (unsigned long long)(n_total >> 20));
+        return -1;
+    }
+    g->info.slot_bytes = g->l.bytes;
+    g->info.n_slots = n < g->o.max_slots ? (uint32_t)n : g->o.max_slots;
+    g->info.vram_bytes = g->info.n_slots * g->l.bytes;
     TRY(cudaMalloc(&g->slots, g->info.vram_bytes));
     TRY(cudaMalloc(&g->is_high, g->info.n_slots * 4ull));
     return 0;
@@ -690,6 +713,7 @@ static int gpu_room(gpu *g, char *why, size_t n_why) {
 template <int MOST> static int gpu_warps(gpu *g, int which, uint32_t whole, char *why, size_t n_why) {
     int most = 0;
     TRY(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, g->o.device));
+    most -= 16; /* the kernel's `first` */
     uint32_t n = (uint32_t)most > whole ? ((uint32_t)most - whole) / RING_BYTES(MOST) : 0;
     g->n_warps[which] = n < WARPS(MOST) ? n : WARPS(MOST);
     g->n_shared[which] = whole + g->n_warps[which] * RING_BYTES(MOST);
@@ -703,12 +727,16 @@ template <int MOST> static int gpu_warps(gpu *g, int which, uint32_t whole, char
     return 0;
 }
 
+static int gpu_shapes(gpu *g, char *why, size_t n_why);
+
 static int gpu_prepare(gpu *g, char *why, size_t n_why) {
     if (gpu_device(g, why, n_why) < 0 || gpu_buffers(g, why, n_why) < 0) return -1;
     if (gpu_warps<1>(g, 0, g->l.up.chunks * CHUNK * 4, why, n_why) < 0 ||
         gpu_warps<ROWS>(g, 1, 0, why, n_why) < 0)
         return -1;
-    return gpu_room(g, why, n_why);
+    if (gpu_room(g, why, n_why) < 0 || gpu_shapes(g, why, n_why) < 0) return -1;
+    TRY(cudaDeviceSynchronize()); /* what was cleared is clear before another stream looks */
+    return 0;
 }
 
 extern "C" int gpu_open(gpu **out, const gpu_options *o, char *why, size_t n_why) {
@@ -747,6 +775,7 @@ extern "C" void gpu_close(gpu *g) {
     cudaFree(g->in);
     cudaFree(g->out);
     cudaFree(g->hidden);
+    cudaFree(g->begun);
     cudaFree(g->n_done);
     cudaFree(g->raw);
     cudaFreeHost(g->host_in);
@@ -839,7 +868,7 @@ static int gpu_launch(gpu *g, const shape *s, char *why, size_t n_why) {
     bool is_one = s->rows == 1;
     if (gpu_mark(g, s, EV_BEGIN, why, n_why) < 0) return -1;
     stage_in<<<blocks_for(n_in > n_clear ? n_in : n_clear, g->info.n_sm), 256, 0, g->stream>>>(
-        (uint4 *)g->in, (const uint4 *)g->host_in, n_in, (uint4 *)g->out, n_clear);
+        (uint4 *)g->in, (const uint4 *)g->host_in, n_in, (uint4 *)g->out, n_clear, g->begun);
     TRY(cudaGetLastError());
     if (gpu_mark(g, s, EV_IN, why, n_why) < 0) return -1;
     if (is_one)
@@ -849,24 +878,14 @@ static int gpu_launch(gpu *g, const shape *s, char *why, size_t n_why) {
     TRY(cudaGetLastError());
     if (gpu_mark(g, s, EV_KERNELS, why, n_why) < 0) return -1;
     stage_out<<<blocks_for(n_out, g->info.n_sm), 256, 0, g->stream>>>(
-        (uint4 *)g->host_out, (const uint4 *)g->out, n_out, (const head *)g->in,
-        (uint64_t *)g->host_number, g->n_done);
+        (uint4 *)g->host_out, (const uint4 *)g->out, n_out, (const head *)g->in, g->begun,
+        g->host_answer, g->n_done);
     TRY(cudaGetLastError());
     return gpu_mark(g, s, EV_OUT, why, n_why);
 }
 
-/* The graph of a shape, made when the shape is first seen. */
-static int gpu_shape(gpu *g, uint32_t n_rows, uint32_t n_segments, const shape **out, char *why,
-                     size_t n_why) {
-    shape most = shape_largest(&g->o), s = {0, 0, 0, g->is_timed, NULL};
-    s.rows = power_of_two(n_rows, most.rows);
-    s.segments = power_of_two(n_segments, most.segments);
-    s.pairs = s.rows * (most.pairs / most.rows);
-    for (uint32_t i = 0; i < g->n_shapes; i++) {
-        const shape *x = &g->shapes[i];
-        *out = x;
-        if (x->rows == s.rows && x->segments == s.segments && x->is_timed == s.is_timed) return 0;
-    }
+/* Make the graph of a shape. */
+static int shape_make(gpu *g, shape s, char *why, size_t n_why) {
     if (g->n_shapes == GPU_MAX_SHAPES) {
         snprintf(why, n_why, "gpu: more shapes of requests than there can be");
         return -1;
@@ -875,15 +894,51 @@ static int gpu_shape(gpu *g, uint32_t n_rows, uint32_t n_segments, const shape *
     TRY(cudaStreamBeginCapture(g->stream, cudaStreamCaptureModeThreadLocal));
     int rc = gpu_launch(g, &s, why, n_why);
     cudaError_t end = cudaStreamEndCapture(g->stream, &graph);
-    if (rc < 0 || end != cudaSuccess) {
-        if (graph) cudaGraphDestroy(graph);
-        return rc < 0 ? -1 : failed(end, "cudaStreamEndCapture", why, n_why);
+    if (rc == 0) rc = failed(end, "cudaStreamEndCapture", why, n_why);
+    if (rc == 0)
+        rc = failed(cudaGraphInstantiate(&s.exec, graph, 0), "cudaGraphInstantiate", why, n_why);
+    cudaError_t gone = graph ? cudaGraphDestroy(graph) : cudaSuccess;
+    if (rc == 0) rc = failed(gone, "cudaGraphDestroy", why, n_why);
+    if (rc == 0) rc = failed(cudaGraphUpload(s.exec, g->stream), "cudaGraphUpload", why, n_why);
+    if (rc == 0) g->shapes[g->n_shapes++] = s;
+    return rc;
+}
+
+/* The shape that a request fits in; powers of two, so that there are few. */
+static shape shape_for(const gpu *g, uint32_t n_rows, uint32_t n_segments) {
+    shape most = shape_largest(&g->o), s = {0, 0, 0, g->is_timed, NULL};
+    s.rows = power_of_two(n_rows, most.rows);
+    s.segments = power_of_two(n_segments, most.segments);
+    s.pairs = s.rows * (most.pairs / most.rows);
+    return s;
+}
+
+static const shape *shape_find(const gpu *g, const shape *s) {
+    for (uint32_t i = 0; i < g->n_shapes; i++) {
+        const shape *x = &g->shapes[i];
+        if (x->rows == s->rows && x->segments == s->segments && x->is_timed == s->is_timed) return x;
     }
-    cudaError_t made = cudaGraphInstantiate(&s.exec, graph, 0);
-    cudaGraphDestroy(graph);
-    TRY(made);
-    g->shapes[g->n_shapes] = s;
-    *out = &g->shapes[g->n_shapes++];
+    return NULL;
+}
+
+/* Every shape that a request may have: no more segments than pairs. */
+static int gpu_shapes(gpu *g, char *why, size_t n_why) {
+    const uint32_t most = shape_largest(&g->o).segments;
+    for (uint32_t rows = 1; rows < 2 * g->o.max_rows; rows *= 2)
+        for (uint32_t segments = 1; segments < 2 * most; segments *= 2) {
+            shape s = shape_for(g, rows, segments);
+            if (!shape_find(g, &s) && shape_make(g, s, why, n_why) < 0) return -1;
+            if (segments >= s.pairs) break;
+        }
+    return 0;
+}
+
+/* The graph of a request. Those that are timed are made when the shape is first seen. */
+static int gpu_shape(gpu *g, uint32_t n_rows, uint32_t n_segments, char *why, size_t n_why) {
+    shape s = shape_for(g, n_rows, n_segments);
+    g->now = shape_find(g, &s);
+    if (!g->now && shape_make(g, s, why, n_why) < 0) return -1;
+    if (!g->now) g->now = shape_find(g, &s);
     return 0;
 }
 
@@ -908,7 +963,7 @@ extern "C" int gpu_begin(gpu *g, const float *z, uint32_t n_rows, const gpu_item
     uint32_t n_segments = cut_items(NULL, items, n_items);
     uint64_t stride = (uint64_t)g->l.up.chunks * CHUNK;
     TRY(cudaSetDevice(g->o.device));
-    if (gpu_shape(g, n_rows, n_segments, &g->now, why, n_why) < 0) return -1;
+    if (gpu_shape(g, n_rows, n_segments, why, n_why) < 0) return -1;
     places p = places_of(g, g->now);
     head h = {n_segments, n_rows, ++g->number, {0}};
     g->n_rows = n_rows;
@@ -929,7 +984,7 @@ extern "C" int gpu_begin(gpu *g, const float *z, uint32_t n_rows, const gpu_item
 /* Until the device has written the number; the stream is asked now and then whether it lives. */
 static int gpu_wait(gpu *g, char *why, size_t n_why) {
     uint64_t start = clock_ns();
-    for (uint32_t i = 1; *g->host_number != g->number; i++) {
+    for (uint32_t i = 1; g->host_answer[1] != g->number; i++) {
         if (i % 4096) continue;
         cudaError_t rc = cudaStreamQuery(g->stream);
         if (rc != cudaSuccess && rc != cudaErrorNotReady)
@@ -942,8 +997,10 @@ static int gpu_wait(gpu *g, char *why, size_t n_why) {
     return 0;
 }
 
-extern "C" int gpu_end(gpu *g, int64_t *Q, uint8_t *is_bad, char *why, size_t n_why) {
+extern "C" int gpu_end(gpu *g, int64_t *Q, uint8_t *is_bad, uint64_t *took_ns, char *why,
+                       size_t n_why) {
     if (gpu_wait(g, why, n_why) < 0) return -1;
+    if (took_ns) *took_ns = g->host_answer[0];
     places p = places_of(g, g->now);
     const uint32_t *bad = (const uint32_t *)(g->host_out + p.bad);
     const int64_t *sums = (const int64_t *)g->host_out;

@@ -3,8 +3,7 @@
  * gpu_tier.cu is built only where nvcc is (`make gpu`); tier_server.c calls it through the
  * functions below and is complete without it. They keep three promises:
  *   - the sums of a request are those of experts.h, bit for bit (NUMERICS 1 to 5);
- *   - nothing is allocated after open but one CUDA graph for each new shape of request, and there
- *     are at most GPU_MAX_SHAPES of those;
+ *   - nothing is allocated after open, but with gpu_timing one CUDA graph for each shape of request;
  *   - an error of the device is returned with a line that says which call failed, and so is a device
  *     that hangs for five seconds; the caller then goes on without the arm. It does not close it:
  *     that might never end.
@@ -32,7 +31,9 @@ typedef struct {
     uint32_t max_pairs;
     float beta, linear_beta;     /* of SiTU                                              */
     int device;                  /* index, as CUDA counts                                */
-    uint64_t vram_bytes;         /* for experts; 0: what is free, less GPU_MARGIN_BYTES  */
+    uint64_t vram_bytes;         /* for experts; 0: what is free, less GPU_MARGIN_BYTES; half of
+                                  * that where it is this machine's own memory */
+    uint32_t max_slots;          /* never room for more experts */
 } gpu_options;
 
 #define GPU_MARGIN_BYTES (1ull << 30)
@@ -42,6 +43,7 @@ typedef struct {
     int sm_major, sm_minor, n_sm;
     uint32_t n_slots;            /* experts there is room for   */
     uint64_t slot_bytes, vram_bytes;
+    int is_shared; /* VRAM is this machine's memory */
 } gpu_info;
 
 /* One expert of a request: pairs [first, first + n) go through what lies in `slot`. */
@@ -74,9 +76,10 @@ int gpu_begin(gpu *g, const float *z, uint32_t n_rows, const gpu_item *items, ui
 
 /* Wait for it. is_bad[x] is set where a term of item x was not below 2^17 in size (NUMERICS 5);
  * when any is, nothing is added, else Q += the sums.
+ * *took_ns, unless NULL: how long the device was at it, however late it is asked.
  * Shapes  Q: i64[n_rows][latent]   is_bad: u8[n_items]
  * Returns how many are bad; -1 and one line in `why` */
-int gpu_end(gpu *g, int64_t *Q, uint8_t *is_bad, char *why, size_t n_why);
+int gpu_end(gpu *g, int64_t *Q, uint8_t *is_bad, uint64_t *took_ns, char *why, size_t n_why);
 
 /* For `k3-tier bench --gpu`: with timing on, the device notes how long each part of a request took,
  * nanoseconds: host to device, kernels, device to host. */

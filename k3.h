@@ -41,16 +41,16 @@ extern "C" {
  * 0 is done, negative is one of these, positive is a count. */
 typedef enum {
     K3_OK = 0,
-    K3_EIO = -1,     /* a read or write failed, or a file was short          exit 1 */
-    K3_ENOMEM = -2,  /* an allocation failed                                 exit 1 */
-    K3_EUSAGE = -3,  /* an argument is out of range (id, chunk, kernel name) exit 2 */
-    K3_EMODEL = -4,  /* the model directory is refused                       exit 3 */
-    K3_EBUDGET = -5, /* the memory budget is below the floor                 exit 4 */
-    K3_ECHECK = -6,  /* a hash or check did not match                        exit 5 */
-    K3_EFULL = -7,   /* the context is full                                  exit 1 */
-    K3_ECANCEL = -8, /* the caller's progress function asked to stop         exit 1 */
+    K3_EIO = -1,      /* a read or write failed, or a file was short          exit 1 */
+    K3_ENOMEM = -2,   /* an allocation failed                                 exit 1 */
+    K3_EUSAGE = -3,   /* an argument is out of range (id, chunk, kernel name) exit 2 */
+    K3_EMODEL = -4,   /* the model directory is refused                       exit 3 */
+    K3_EBUDGET = -5,  /* the memory budget is below the floor                 exit 4 */
+    K3_ECHECK = -6,   /* a hash or check did not match                        exit 5 */
+    K3_EFULL = -7,    /* the context is full                                  exit 1 */
+    K3_ECANCEL = -8,  /* the caller's progress function asked to stop       exit 130 */
     K3_ENUMERIC = -9, /* NaN, infinity or overflow; names layer and stage    exit 1 */
-    K3_EREDO = -10   /* a far box lied, and was believed before: begin again exit 5 */
+    K3_EREDO = -10    /* a far box lied, and was believed before: begin again exit 5 */
 } k3_status;
 
 /* One line, noun, place, cause; empty when there was no error. */
@@ -87,6 +87,7 @@ typedef struct {
                             * at most 512 where there are tiers                            */
     float eps_lora;        /* q_a and kv_a layernorm eps; K3-SPEC 3.6 default 1e-6         */
     uint64_t ram_bytes;    /* bound of the process's peak RSS; 0: what is free, less 1/16  */
+    uint64_t others_bytes; /* of what is free, what others are about to take               */
     uint64_t caller_bytes; /* what the caller itself holds, counted in ram_bytes           */
     uint64_t context;      /* positions planned for; 0: 4096, or the model's maximum if less */
     uint32_t snapshots;    /* undo snapshots to leave room for, in the plan; 0: none       */
@@ -259,6 +260,8 @@ typedef struct {
     uint64_t far_audits;     /* layers whose answers were computed here too */
     uint64_t far_lies;       /* boxes that were found to lie, and banned    */
 } k3_stats;
+
+/* Figures of the session and of its engine; while a step runs, only from its progress function. */
 void k3_session_stats(const k3_session *s, k3_stats *out);
 
 /* ---- State: a timeline on disk, in a cache, in memory --------------------------------

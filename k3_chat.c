@@ -3068,6 +3068,7 @@ static int chat_loop(chat *c) {
 static int chat_engine(chat *c) {
     k3_options o = engine_options(c->a, c->dir, &c->con);
     k3_error err = {{0}};
+    engine_gpu(c->a, &o);
     o.snapshots = (uint32_t)c->a->undo;
     int status = k3_engine_open(&c->e, &o, &err);
     console_clear(&c->con);

@@ -1,4 +1,4 @@
-/* k3_cli.c - the `k3` program: one option parser, all commands but chat, no arithmetic of its own.
+/* k3_cli.c - the `k3` program: one option parser, the commands without a file of their own, no arithmetic.
  *
  *   1 Exit codes and messages     6 One answer: run
  *   2 Options: the table          7 Text and ids: tokenize
@@ -10,8 +10,8 @@
  * with "k3: " and goes to stderr; a function that returns an exit code has already said
  * why; nothing here changes a bit of the output, the engine behind k3.h does all of that.
  */
+#include "experts.h"
 #include "k3_cli.h"
-#include "kernels.h"
 
 #include <ctype.h>
 #include <dirent.h>
@@ -407,7 +407,8 @@ static const cli_option OPTION[] = {
     {"--gpu", NULL, KIND_FLAG, AT(gpu), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
      "a box of our own: a k3-tier on this machine that holds experts in the\n"
      "GPU's memory (`make gpu`), started or joined; it takes 2 GiB of RAM\n"
-     "beside --ram, serves others of yours too and ends ten minutes after them"},
+     "beside --ram, serves others of yours too and ends ten minutes after them;\n"
+     "the k3-tier beside k3, or in PATH, unless K3_TIER names another"},
     {"--psk-file", "FILE", KIND_TEXT, AT(psk_file), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
      "the key that boxes ask for, and must themselves know"},
     {"--tier-ca", "FILE", KIND_TEXT, AT(tier_ca), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
@@ -665,7 +666,7 @@ static int args_parse(cli_args *a, const cli_command *cmd, int argc, char **argv
  * its line when it is done; a log file never sees it. The same callback is how Ctrl-C
  * reaches a step that would take minutes. The first Ctrl-C asks, the second one kills.
  */
-volatile sig_atomic_t interrupted; /* the only global that changes */
+volatile sig_atomic_t interrupted;
 
 static void on_signal(int number) {
     if (interrupted) {
@@ -960,22 +961,24 @@ static uint64_t proc_bytes(const char *path, const char *key) {
     return (uint64_t)kib * 1024;
 }
 
-/* The boxes that were named, and our own. */
-static const char *const *tiers_with_gpu(const cli_args *a, const char *dir, console *con) {
-    static const char *tiers[MAX_TIER + 2];
+void engine_gpu(const cli_args *a, k3_options *o) {
+    static const char *tiers[MAX_TIER + 2]; /* the boxes that were named, and our own */
     static char address[160];
     char why[700];
+    if (!a->gpu) return;
     memcpy(tiers, a->tier, a->n_tier * sizeof *tiers);
     tiers[a->n_tier] = tiers[a->n_tier + 1] = NULL;
     if (a->n_tier == MAX_TIER) {
         snprintf(why, sizeof why, "--gpu: %d boxes are named, and no more can be had", MAX_TIER);
-    } else if (gpu_join(dir, a->pins, a->psk_file, address, sizeof address, why, sizeof why)) {
+    } else if (gpu_join(o->model_dir, a->pins, a->psk_file, address, sizeof address, why,
+                        sizeof why)) {
         tiers[a->n_tier] = address;
-        return tiers;
+        o->tiers = tiers;
+        o->others_bytes = GPU_RAM_BYTES;
+        return;
     }
-    console_clear(con);
+    console_clear(o->user);
     fprintf(stderr, "k3: %s; going on without\n", why);
-    return tiers;
 }
 
 /* The engine's options as the command line has them; notes and progress go to `con`. */
@@ -1006,7 +1009,6 @@ k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     o.tier_wait_us = (uint32_t)a->tier_wait;
     o.tier_audit = (uint32_t)a->tier_audit;
     o.tier_hedge = a->tier_hedge;
-    if (a->gpu) o.tiers = tiers_with_gpu(a, dir, con);
     if (is_given(a, "--lora-eps")) o.eps_lora = a->lora_eps;
     if (a->golden) o.eps_lora = 1e-5f;
     o.note = console_note;
@@ -1487,7 +1489,6 @@ static int run_again(run_state *r) {
     return status < 0 ? fail_status(status, &err) : DONE;
 }
 
-/* Everything before the first position: prompt, tokenizer, files, weights, session. */
 /* Of so many bytes, those that the engine's allowance for its caller does not cover. */
 static uint64_t beyond_allowance(uint64_t bytes) {
     const uint64_t covered = 4u << 20;
@@ -1529,6 +1530,7 @@ static int run_open(run_state *r) {
     signals_catch();
     uint64_t start = clock_ns();
     k3_options o = engine_options(a, r->dir, &r->con);
+    engine_gpu(a, &o);
     o.context = context;
     o.caller_bytes = run_bytes(r, context);
     rc = engine_open(&r->e, &o);
@@ -2019,6 +2021,7 @@ static int bench_open(bench_state *b) {
                     (unsigned long long)a->context, (unsigned long long)most);
     signals_catch();
     k3_options o = engine_options(a, b->dir, &b->con);
+    engine_gpu(a, &o);
     if (!o.context) o.context = most;
     for (size_t i = 0; i < b->n_prompt; i++)
         bytes += sizeof(id_list) * 2 + 32 + b->prompt[i].n * 4 * sizeof(uint32_t);
@@ -2511,16 +2514,6 @@ static uint64_t bench_free_bytes(void) {
     return n ? n : (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2;
 }
 
-static const k3_kernels *bench_table(const char *name) {
-#if defined(__x86_64__)
-    if (!strcmp(name, "avx2")) return &k3_kernels_avx2;
-    if (!strcmp(name, "avx512")) return &k3_kernels_avx512;
-#elif defined(__aarch64__)
-    if (!strcmp(name, "neon")) return &k3_kernels_neon;
-#endif
-    return strcmp(name, "ref") ? NULL : &k3_kernels_ref;
-}
-
 /* Random nibbles and scale codes 118..124, or bf16 of magnitude 2^-7..2^-3. */
 static void bench_fill(bench_data *d, int n_threads) {
     const size_t n_word = d->pool_bytes / 8, n_code = d->n_mat * d->shape.s_bytes;
@@ -2662,7 +2655,7 @@ static void bench_print(const bench_line *l, const bench_data *d, FILE *out) {
 static size_t bench_lines(bench_line *line, const bench_data *d, int max_threads, const char *only) {
     size_t n = 0;
     for (const char *const *name = k3_kernels_linked(); *name; name++) {
-        const k3_kernels *k = bench_table(*name);
+        const k3_kernels *k = k3_kernels_find(*name);
         const bool is_ref = k == &k3_kernels_ref;
         if (!k || !k3_kernels_is_supported(*name) || (only && strcmp(only, *name))) continue;
         for (int t = 1;; t = t * 2 < max_threads ? t * 2 : max_threads) {
@@ -2728,7 +2721,7 @@ static int bench_kernels(int max_threads, const char *only, FILE *out) {
         {"mxfp4", true, 3072, 3584, 3072 * 3584 / 2, 3072 * 3584 / 32},
         {"mxfp4", true, 3584, 3072, 3584 * 3072 / 2, 3584 * 3072 / 32},
     };
-    if (only && (!bench_table(only) || !k3_kernels_is_supported(only))) return K3_EUSAGE;
+    if (only && (!k3_kernels_find(only) || !k3_kernels_is_supported(only))) return K3_EUSAGE;
     fprintf(out,
             "kernels\tkernel\trows\tcols\tbatch\tthreads\tweight_GB/s\tread_GB/s\tof_read\t"
             "GFLOP/s\tpeak_GFLOP/s\tof_peak\tfnv_%d_rows\n",
@@ -2775,12 +2768,13 @@ static int cmd_bench(const cli_args *a) {
     bench_state b;
     uint64_t logits_fnv = 0;
     if (a->kernels_only) {
-        long n_core = sysconf(_SC_NPROCESSORS_ONLN);
-        int most = a->threads ? (int)a->threads : n_core > 0 ? (int)n_core : 1;
-        if (bench_kernels(most, a->kernels, stdout) == K3_OK) return DONE;
-        return fail(FAIL_USAGE,
-                    "bench --kernels-only: --kernels %s cannot run here; `k3 info` lists what can",
-                    a->kernels ? a->kernels : "");
+        k3_error err = {{0}};
+        int most;
+        if (!k3_machine_table(a->kernels, (int)a->threads, &most, &err))
+            return fail_status(K3_EUSAGE, &err);
+        int status = bench_kernels(most, a->kernels, stdout);
+        return status == K3_OK ? DONE
+                               : fail(exit_code(status), "bench --kernels-only: out of memory");
     }
     if (a->n_hop) return bench_hop(a);
     if (is_given(a, "--requests") || is_given(a, "--sustain"))

@@ -1,7 +1,7 @@
 /* k3_cli.h - what the files of the `k3` program share; nothing of the engine's is in here.
  *
- * k3_cli.c holds the option parser, messages, progress and all commands but one; k3_chat.c holds
- * the chat format and `k3 chat`; k3_hop.c holds `k3 bench --hop`. A function that returns an exit code has already said why.
+ * k3_cli.c holds the option parser, messages, progress and the commands that have no file of their
+ * own. A function that returns an exit code has already said why.
  */
 #ifndef K3_CLI_H
 #define K3_CLI_H
@@ -156,6 +156,9 @@ int dir_check(const char *option, const char *dir, const char *holds);
 int model_find(const cli_args *a, const char **dir);
 k3_options engine_options(const cli_args *a, const char *dir, console *con);
 int engine_open(k3_engine **e, const k3_options *o);
+
+/* With --gpu, our own box is one of the tiers; where it cannot be had, a line says why. */
+void engine_gpu(const cli_args *a, k3_options *o);
 bool is_streaming(const k3_engine *e);
 void plan_say(const k3_engine *e);
 
@@ -170,6 +173,8 @@ int cmd_chat(const cli_args *a);
 int cmd_slice(const cli_args *a);
 int cmd_stage(const cli_args *a);
 int bench_hop(const cli_args *a); /* k3 bench --hop */
+
+#define GPU_RAM_BYTES (2ull << 30) /* what that box may take of this machine's memory */
 
 /* --gpu: the address of a k3-tier on this machine that serves this model from VRAM, started if there
  * is none. False and one line in `why` when it cannot be had. */

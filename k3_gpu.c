@@ -24,7 +24,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define GPU_RAM "2G"        /* what the box may take of this machine's memory      */
 #define GPU_LINGER "600"    /* seconds                                             */
 #define GPU_START_S 120     /* so long a box may take to start                     */
 #define GPU_START_TICK_MS 50
@@ -105,7 +104,7 @@ static bool is_listening(const struct sockaddr_un *sa) {
     return is;
 }
 
-/* PATH_MAX bytes: the k3-tier that was named, or beside this program, or else the first in PATH. */
+/* PATH_MAX bytes: the k3-tier that K3_TIER names, or beside this program, or else the first in PATH. */
 static void tier_program(char *path, size_t cap) {
     const char *named = getenv("K3_TIER");
     ssize_t n = readlink("/proc/self/exe", path, cap - sizeof "k3-tier");
@@ -129,7 +128,9 @@ static void close_others(void) {
 /* In the child: a session and a place of its own, its words in a file. */
 static void tier_exec(const char *program, const paths *p, const char *address, const char *log) {
     static const int number[] = {SIGINT, SIGTERM, SIGHUP, SIGCHLD, SIGPIPE};
-    const char *argv[16] = {program,    "--model", p->model,   "--gpu",    "--ram",    GPU_RAM,
+    char ram[24];
+    snprintf(ram, sizeof ram, "%llu", GPU_RAM_BYTES);
+    const char *argv[16] = {program,    "--model", p->model,   "--gpu",    "--ram",    ram,
                             "--listen", address,   "--linger", GPU_LINGER, "--no-fill"};
     int n = 11;
     sigset_t none;

@@ -715,8 +715,9 @@ static inline const char *tier_key_read(const char *path, tier_key *key) {
     return key->n < TIER_MIN_KEY ? "shorter than 16 bytes" : NULL;
 }
 
-/* HMAC-SHA256 of who, the hello and the server's nonce. */
-static inline void tier_proof(const tier_key *key, const char *who,
+/* HMAC-SHA256 of who, the hello and the server's nonce. False when libcrypto has none: then nobody is
+ * believed. */
+static inline bool tier_proof(const tier_key *key, const char *who,
                               const uint8_t hello[TIER_HELLO_BYTES],
                               const uint8_t nonce[TIER_NONCE_BYTES], uint8_t out[32]) {
     uint8_t text[14 + TIER_HELLO_BYTES + TIER_NONCE_BYTES];
@@ -724,9 +725,10 @@ static inline void tier_proof(const tier_key *key, const char *who,
     memcpy(text, who, 14); /* "k3-tier server", "k3-tier client" */
     memcpy(text + 14, hello, TIER_HELLO_BYTES);
     memcpy(text + 14 + TIER_HELLO_BYTES, nonce, TIER_NONCE_BYTES);
-    memset(out, 0, 32);
-    HMAC(EVP_sha256(), key->bytes, (int)key->n, text, sizeof text, out, &n);
+    return HMAC(EVP_sha256(), key->bytes, (int)key->n, text, sizeof text, out, &n) && n == 32;
 }
+
+#define TIER_NO_HMAC "libcrypto has no HMAC-SHA256 here: see OPENSSL_CONF"
 
 /* The client's answer to a challenge of n bytes, if the server has proven that it knows the key. NULL
  * and the proof, which may be written over the challenge; or why there is none. */
@@ -735,12 +737,11 @@ static inline const char *tier_answer(const tier_key *key, const uint8_t hello[T
     uint8_t want[32], nonce[TIER_NONCE_BYTES];
     if (key->n == 0) return "the box wants a key: give --psk-file";
     if (n != TIER_CHALLENGE_BYTES) return "a challenge of the wrong length";
-    tier_proof(key, "k3-tier server", hello, challenge, want);
+    if (!tier_proof(key, "k3-tier server", hello, challenge, want)) return TIER_NO_HMAC;
     if (CRYPTO_memcmp(want, challenge + TIER_NONCE_BYTES, 32) != 0)
         return "the box has another key";
     memcpy(nonce, challenge, sizeof nonce);
-    tier_proof(key, "k3-tier client", hello, nonce, proof);
-    return NULL;
+    return tier_proof(key, "k3-tier client", hello, nonce, proof) ? NULL : TIER_NO_HMAC;
 }
 
 static inline bool tier_nonce(uint8_t out[TIER_NONCE_BYTES]) {

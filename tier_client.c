@@ -8,7 +8,7 @@
  *   - a box's connection, buffers and bitmap belong to its background thread until the box is up, then
  *     to the thread that computes, until it fails; they change hands under the box's lock;
  *   - nothing of an answer is used before all of it was checked;
- *   - no call blocks but tier_join with `waits`, to the deadline, and tier_send of a frame that is
+ *   - of the calls within a layer none blocks but tier_join with `waits`, to the deadline, and tier_send of a frame that is
  *     longer than the socket's buffer, to an eighth of it.
  */
 #include "tier_dial.h"

@@ -298,40 +298,40 @@ static bool has_tls_proxy(void) {
     return false;
 }
 
-/* Whom to dial and through whom. */
-static void curl_set_place(CURL *h, const tier_addr *a) {
+/* Whom to dial and through whom. False: libcurl will not, and must not dial another. */
+static bool curl_set_place(CURL *h, const tier_addr *a) {
     char url[sizeof a->host + 64], host[sizeof a->host + 8];
     const char *zone = strchr(a->host, '%');
-    if (a->is_unix) {
-        curl_easy_setopt(h, CURLOPT_UNIX_SOCKET_PATH, a->path);
-        curl_easy_setopt(h, CURLOPT_URL, "http://localhost/");
-        curl_easy_setopt(h, CURLOPT_PROXY, "");
-        return;
-    }
+    if (a->is_unix)
+        return curl_easy_setopt(h, CURLOPT_UNIX_SOCKET_PATH, a->path) == CURLE_OK &&
+               curl_easy_setopt(h, CURLOPT_URL, "http://localhost/") == CURLE_OK &&
+               curl_easy_setopt(h, CURLOPT_PROXY, "") == CURLE_OK;
     snprintf(host, sizeof host, "%.*s%s%s", zone ? (int)(zone - a->host) : INT_MAX, a->host,
              zone ? "%25" : "", zone ? zone + 1 : "");
     snprintf(url, sizeof url, strchr(host, ':') ? "%s://[%s]:%s/" : "%s://%s:%s/",
              a->is_tls ? "https" : "http", host, a->port);
-    curl_easy_setopt(h, CURLOPT_URL, url);
-    curl_easy_setopt(h, CURLOPT_HTTPPROXYTUNNEL, 1L);
-    curl_easy_setopt(h, CURLOPT_SUPPRESS_CONNECT_HEADERS, 1L);
-    if (is_loopback_name(a->host)) curl_easy_setopt(h, CURLOPT_PROXY, "");
+    return curl_easy_setopt(h, CURLOPT_URL, url) == CURLE_OK &&
+           curl_easy_setopt(h, CURLOPT_HTTPPROXYTUNNEL, 1L) == CURLE_OK &&
+           curl_easy_setopt(h, CURLOPT_SUPPRESS_CONNECT_HEADERS, 1L) == CURLE_OK &&
+           (!is_loopback_name(a->host) || curl_easy_setopt(h, CURLOPT_PROXY, "") == CURLE_OK);
 }
 
-static void curl_set_trust(CURL *h, const tier_trust *t) {
-    curl_easy_setopt(h, CURLOPT_SSLVERSION, (long)CURL_SSLVERSION_TLSv1_3);
-    curl_easy_setopt(h, CURLOPT_SSL_VERIFYPEER, 1L);
-    curl_easy_setopt(h, CURLOPT_SSL_VERIFYHOST, 2L);
+/* False: what was to be asked of the other end would not be. */
+static bool curl_set_trust(CURL *h, const tier_trust *t) {
     curl_easy_setopt(h, CURLOPT_SSL_ENABLE_ALPN, 0L);
     curl_easy_setopt(h, CURLOPT_SSL_SESSIONID_CACHE, 0L);
-    if (t->ca) {
-        curl_easy_setopt(h, CURLOPT_CAINFO, t->ca);
-        curl_easy_setopt(h, CURLOPT_CAPATH, NULL); /* or the system's would count as well */
-    }
-    if (!t->cert) return;
-    curl_easy_setopt(h, CURLOPT_SSLCERT, t->cert);
-    curl_easy_setopt(h, CURLOPT_SSLKEY, t->key ? t->key : t->cert);
-    curl_easy_setopt(h, CURLOPT_KEYPASSWD, ""); /* never ask the terminal */
+    if (curl_easy_setopt(h, CURLOPT_SSLVERSION, (long)CURL_SSLVERSION_TLSv1_3) != CURLE_OK ||
+        curl_easy_setopt(h, CURLOPT_SSL_VERIFYPEER, 1L) != CURLE_OK ||
+        curl_easy_setopt(h, CURLOPT_SSL_VERIFYHOST, 2L) != CURLE_OK)
+        return false;
+    if (t->ca && (curl_easy_setopt(h, CURLOPT_CAINFO, t->ca) != CURLE_OK ||
+                  curl_easy_setopt(h, CURLOPT_CAPATH, NULL) != CURLE_OK)) /* or the system's would
+                                                                             count as well */
+        return false;
+    return !t->cert ||
+           (curl_easy_setopt(h, CURLOPT_SSLCERT, t->cert) == CURLE_OK &&
+            curl_easy_setopt(h, CURLOPT_SSLKEY, t->key ? t->key : t->cert) == CURLE_OK &&
+            curl_easy_setopt(h, CURLOPT_KEYPASSWD, "") == CURLE_OK); /* never ask the terminal */
 }
 
 /* Until it is connected: CURLE_OK, or what libcurl says; -1 when `stops` does. */
@@ -432,9 +432,11 @@ int tier_dial(tier_link *l, const tier_addr *a, const tier_trust *trust, uint32_
         curl_free_both(l);
         return link_fail(l, "no memory to dial");
     }
-    curl_set_place(l->curl, a);
-    if (a->is_tls) curl_set_trust(l->curl, trust);
-    curl_easy_setopt(l->curl, CURLOPT_CONNECT_ONLY, 1L);
+    if (!curl_set_place(l->curl, a) || (a->is_tls && !curl_set_trust(l->curl, trust)) ||
+        curl_easy_setopt(l->curl, CURLOPT_CONNECT_ONLY, 1L) != CURLE_OK) {
+        curl_free_both(l);
+        return link_fail(l, "this libcurl cannot be told where to dial and whom to trust");
+    }
     curl_easy_setopt(l->curl, CURLOPT_CONNECTTIMEOUT_MS, (long)ms);
     curl_easy_setopt(l->curl, CURLOPT_NOSIGNAL, 1L);
     curl_easy_setopt(l->curl, CURLOPT_ERRORBUFFER, l->detail);

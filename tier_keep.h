@@ -20,6 +20,7 @@
 #include "experts.h"
 #include "slice.h"
 
+#include <dirent.h>
 #include <pthread.h>
 
 #define KEEP_SHARD_BYTES 1000000000u
@@ -81,7 +82,7 @@ static bool keep_list_write(const keeper *k, uint32_t n) {
 static bool keep_flush(keeper *k, uint32_t n) {
     char path[4352];
     snprintf(path, sizeof path, "%s/kept-%06u.safetensors", k->dir, k->man.n);
-    if (k->n_shards == KEEP_MAX_SHARDS)
+    if (k->n_shards >= KEEP_MAX_SHARDS)
         fail(FAIL_IO, "--keep %s: as many files as a slice may have; what comes now is not kept",
              k->dir);
     else if (keep_shard_write(k, path, n) && keep_list_write(k, n))
@@ -129,12 +130,23 @@ static void *keep_main(void *arg) {
     return NULL;
 }
 
+/* The shards of earlier boxes: they count towards KEEP_MAX_SHARDS. */
+static uint32_t keep_count(const char *dir) {
+    uint32_t n = 0;
+    DIR *d = opendir(dir);
+    for (struct dirent *e; d && (e = readdir(d));)
+        n += strncmp(e->d_name, "kept-", 5) == 0 && strstr(e->d_name, ".safetensors");
+    if (d) closedir(d);
+    return n;
+}
+
 /* Begin, with what is in `dir` already: man->n experts. False: no memory, no thread. */
 static bool keep_start(keeper *k, const char *dir, const slice *man, uint64_t expert_bytes) {
     size_t n_all = (size_t)(man->n_layers - man->n_dense) * man->n_experts;
     k->dir = dir;
     k->man = *man;
     k->expert_bytes = expert_bytes;
+    k->n_shards = keep_count(dir);
     k->man.list = calloc(n_all, sizeof *k->man.list);
     k->queue = calloc(n_all, sizeof *k->queue);
     k->bytes = calloc(n_all, sizeof *k->bytes);

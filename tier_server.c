@@ -1,13 +1,15 @@
 /* tier_server.c - `k3-tier`: holds experts in memory and answers with their exact sums.
  *
- *   1 Messages, clock             5 Connections: hello, frames, residency
- *   2 Experts: slots and heat     6 Listening, metrics, the loop
- *   3 Warming, in the background  7 k3-tier status
- *   4 Computing one request       8 Options and main
+ *   1 Messages, clock             6 Connections: hello, frames, residency
+ *   2 Experts: slots and heat     7 Listening, metrics, the loop
+ *   3 Warming, in the background  8 k3-tier status
+ *   4 VRAM                        9 Options and main
+ *   5 Computing one request
  *
  * What holds everywhere:
  *   - one thread talks and computes: requests are taken one from each client in turn, and one
- *     request has all cores; threads of the background only read the disk;
+ *     request has all cores; threads of the background read the disk, copy to VRAM and write what
+ *     --keep keeps;
  *   - a request never waits for the disk: what is not in memory is missing, at once;
  *   - the arithmetic is the engine's own (experts.h), and a sum holds an expert whole or not at
  *     all, so that the bits do not depend on who computed (docs/NUMERICS.md 5);
@@ -172,6 +174,11 @@ typedef struct {
     expert_view view;
 } item;
 
+/* A straight line through what was measured: sums of 1, x, y, xx, xy. */
+typedef struct {
+    float n, x, y, xx, xy;
+} trend;
+
 typedef struct {
     const char *model_dir, *slice_dir, *keep_dir, *kernels, *key_file, *metrics, *pins, *sums,
         *dump;
@@ -206,7 +213,8 @@ typedef struct {
     gpu *gpu; /* NULL: none; turned off it stays open until the end */
     gpu_item *gpu_items;
     uint8_t *gpu_bad;
-    float gpu_ns, cpu_ns; /* of one pair, running averages; 0: not known yet */
+    trend gpu_time; /* nanoseconds of so many pairs                          */
+    float cpu_ns;   /* of one pair, running average; 0: not known yet       */
 
     conn conns[MAX_CONNS];
     struct {
@@ -486,7 +494,8 @@ static void *warm_main(void *arg) {
  * With --gpu an expert may lie in a slot, in VRAM, or in both. A thread of its own copies the hottest
  * from their slots; a slot whose expert VRAM has as well is the first to make room for another, so
  * that in the end both kinds are full of different ones. When the device fails, the arm is off for
- * good: what only it held is missing, and read again like anything else.
+ * good: what only it held is missing, and read again like anything else if it can be read; what was
+ * staged is gone until it is staged again.
  */
 
 /* The hottest expert that VRAM lacks, and a place there for it; false when there is none now. Lock
@@ -602,23 +611,47 @@ static void *vram_main(void *arg) {
     return NULL;
 }
 
+/* One more measurement; the last twenty or so count. */
+static void trend_add(trend *l, float x, float y) {
+    const float part[] = {1, x, y, x * x, x * y};
+    float *sum[] = {&l->n, &l->x, &l->y, &l->xx, &l->xy};
+    for (size_t i = 0; i < COUNT(sum); i++) *sum[i] = 0.95f * *sum[i] + part[i];
+}
+
+/* The least squares' y at x; all requests alike so far: in proportion. */
+static float trend_at(const trend *l, float x) {
+    float spread = l->n * l->xx - l->x * l->x, rise = l->n * l->xy - l->x * l->y;
+    if (l->n <= 0 || l->x <= 0) return 0;
+    if (spread <= 0.01f * l->n * l->xx || rise <= 0) return l->y / l->x * x;
+    float slope = rise / spread, base = (l->y - slope * l->x) / l->n;
+    return base > 0 ? base + slope * x : l->y / l->x * x;
+}
+
+/* A running average of nanoseconds a pair. */
+static void average(float *mean, uint64_t ns, uint32_t n_pairs) {
+    if (n_pairs == 0) return;
+    float now = (float)ns / (float)n_pairs;
+    *mean = *mean > 0 ? 0.9f * *mean + 0.1f * now : now;
+}
+
 /* Who computes what: VRAM's experts the GPU; but of those that are here as well the CPU takes some,
  * as long as it is done with them before the GPU is with the rest. */
 static void vram_share(server *s, uint32_t n_items) {
-    float gpu_ns = 0, cpu_ns = 0;
+    uint32_t n_gpu = 0, n_cpu = 0;
     for (uint32_t x = 0; x < n_items; x++) {
         item *it = &s->items[x];
         it->on_gpu = it->i_vram != NONE;
-        gpu_ns += it->on_gpu ? s->gpu_ns * (float)it->n : 0;
-        cpu_ns += !it->on_gpu && it->i_slot != NONE ? s->cpu_ns * (float)it->n : 0;
+        n_gpu += it->on_gpu ? it->n : 0;
+        n_cpu += !it->on_gpu && it->i_slot != NONE ? it->n : 0;
     }
-    for (uint32_t x = 0; x < n_items && s->gpu_ns > 0 && s->cpu_ns > 0; x++) {
+    for (uint32_t x = 0; x < n_items && s->gpu_time.n > 0 && s->cpu_ns > 0; x++) {
         item *it = &s->items[x];
-        float more = s->cpu_ns * (float)it->n, less = s->gpu_ns * (float)it->n;
-        if (!it->on_gpu || it->i_slot == NONE || cpu_ns + more >= gpu_ns - less) continue;
+        if (!it->on_gpu || it->i_slot == NONE ||
+            s->cpu_ns * (float)(n_cpu + it->n) >= trend_at(&s->gpu_time, (float)(n_gpu - it->n)))
+            continue;
         it->on_gpu = false;
-        cpu_ns += more;
-        gpu_ns -= less;
+        n_cpu += it->n;
+        n_gpu -= it->n;
     }
 }
 
@@ -639,10 +672,11 @@ static uint32_t vram_begin(server *s, const tier_request *r, const float *z) {
 }
 
 /* Add the GPU's sums to Q; once more without what went bad there. False when it fails. */
-static bool vram_end(server *s, const tier_request *r, const float *z, int64_t *Q) {
+static bool vram_end(server *s, const tier_request *r, const float *z, int64_t *Q,
+                     uint64_t *took_ns) {
     char why[512];
     for (;;) {
-        int n_bad = gpu_end(s->gpu, Q, s->gpu_bad, why, sizeof why);
+        int n_bad = gpu_end(s->gpu, Q, s->gpu_bad, took_ns, why, sizeof why);
         if (n_bad < 0) vram_off(s, why);
         if (n_bad <= 0) return n_bad == 0;
         for (uint32_t x = 0, i = 0; x < r->n_experts; x++)
@@ -652,13 +686,6 @@ static bool vram_end(server *s, const tier_request *r, const float *z, int64_t *
             is_any = is_any || (s->items[x].on_gpu && !s->items[x].is_bad);
         if (vram_begin(s, r, z) == 0) return !is_any;
     }
-}
-
-/* A running average of nanoseconds a pair. */
-static void average(float *mean, uint64_t ns, uint32_t n_pairs) {
-    if (n_pairs == 0) return;
-    float now = (float)ns / (float)n_pairs;
-    *mean = *mean > 0 ? 0.9f * *mean + 0.1f * now : now;
 }
 
 /* ==== 5. Computing one request =======================================================
@@ -750,8 +777,8 @@ static void compute_cpu(server *s, const tier_request *r, const float *z, int64_
 static void compute_both(server *s, const tier_request *r, const float *z, int64_t *Q) {
     uint32_t n_cpu = 0, n_gpu = 0;
     vram_share(s, r->n_experts);
-    uint64_t start = clock_ns();
     bool is_on = vram_begin(s, r, z) > 0;
+    uint64_t start = clock_ns(), took_ns = 0;
     for (uint32_t x = 0; x < r->n_experts; x++) {
         item *it = &s->items[x];
         it->on_gpu = it->on_gpu && is_on;
@@ -759,12 +786,10 @@ static void compute_both(server *s, const tier_request *r, const float *z, int64
         n_cpu += !it->on_gpu && it->i_slot != NONE ? it->n : 0;
     }
     compute_cpu(s, r, z, Q);
-    uint64_t middle = clock_ns();
-    average(&s->cpu_ns, middle - start, n_cpu);
+    average(&s->cpu_ns, clock_ns() - start, n_cpu);
     if (!is_on) return;
-    is_on = vram_end(s, r, z, Q);
-    uint64_t end = clock_ns();
-    if (n_cpu == 0 || end - middle > 2000) average(&s->gpu_ns, end - start, n_gpu); /* was waited for */
+    is_on = vram_end(s, r, z, Q, &took_ns);
+    if (is_on) trend_add(&s->gpu_time, (float)n_gpu, (float)took_ns);
     if (is_on) return;
     for (uint32_t x = 0; x < r->n_experts; x++) s->items[x].on_gpu = false;
     compute_cpu(s, r, z, Q); /* all over again, of what is here */
@@ -1024,7 +1049,8 @@ static bool conn_hello(server *s, conn *c, const uint8_t *p, size_t n) {
     if (!tier_nonce(c->nonce)) return conn_refuse(s, c, TIER_REFUSE, "no random bytes");
     uint8_t *to = conn_payload(c);
     memcpy(to, c->nonce, TIER_NONCE_BYTES);
-    tier_proof(&s->key, "k3-tier server", c->hello, c->nonce, to + TIER_NONCE_BYTES);
+    if (!tier_proof(&s->key, "k3-tier server", c->hello, c->nonce, to + TIER_NONCE_BYTES))
+        return conn_refuse(s, c, TIER_REFUSE, TIER_NO_HMAC);
     conn_add(s, c, TIER_CHALLENGE, 0, TIER_CHALLENGE_BYTES);
     c->state = C_PROOF;
     return conn_flush(s, c);
@@ -1032,7 +1058,8 @@ static bool conn_hello(server *s, conn *c, const uint8_t *p, size_t n) {
 
 static bool conn_proof(server *s, conn *c, const uint8_t *p, size_t n) {
     uint8_t want[32];
-    tier_proof(&s->key, "k3-tier client", c->hello, c->nonce, want);
+    if (!tier_proof(&s->key, "k3-tier client", c->hello, c->nonce, want))
+        return conn_refuse(s, c, TIER_REFUSE, TIER_NO_HMAC);
     if (n != TIER_PROOF_BYTES || CRYPTO_memcmp(want, p, sizeof want) != 0)
         return conn_refuse(s, c, TIER_REFUSE, "another key");
     return conn_welcome(s, c);
@@ -2079,15 +2106,16 @@ static int vram_fail(server *s, const char *why) {
 /* The GPU, and a list of what it holds. */
 static int vram_open(server *s) {
     store *st = &s->st;
-    gpu_options o = {s->m.latent,
-                     s->m.inter,
-                     TIER_MAX_ROWS,
-                     s->m.n_experts,
-                     TIER_MAX_ROWS * s->m.top_k,
-                     s->math.beta,
-                     s->math.linear_beta,
-                     (int)s->o.gpu_device,
-                     s->o.vram};
+    gpu_options o = {.latent = s->m.latent,
+                     .inter = s->m.inter,
+                     .max_rows = TIER_MAX_ROWS,
+                     .max_items = s->m.n_experts,
+                     .max_pairs = TIER_MAX_ROWS * s->m.top_k,
+                     .max_slots = s->n_moe * s->m.n_experts,
+                     .beta = s->math.beta,
+                     .linear_beta = s->math.linear_beta,
+                     .device = (int)s->o.gpu_device,
+                     .vram_bytes = s->o.vram};
     gpu_info info;
     char why[512];
     if (gpu_open(&s->gpu, &o, why, sizeof why) < 0) return vram_fail(s, why);
@@ -2107,7 +2135,13 @@ static int vram_open(server *s) {
 
 /* A box without a model learns later what it holds, but now whether there is a GPU for it. */
 static int vram_probe(const server *s) {
-    gpu_options o = {32, 32, 1, 1, 1, 4.0f, 25.0f, (int)s->o.gpu_device, 1u << 20};
+    gpu_options o = {.latent = 32,
+                     .inter = 32,
+                     .max_rows = 1,
+                     .max_items = 1,
+                     .max_pairs = 1,
+                     .max_slots = 1,
+                     .device = (int)s->o.gpu_device};
     char why[512];
     gpu *g;
     if (gpu_open(&g, &o, why, sizeof why) < 0) return fail(FAIL_IO, "%s", why);
@@ -2287,7 +2321,10 @@ static int empty_open(server *s) {
 static int keep_dir_lock(server *s, const char *dir) {
     s->keep_fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (s->keep_fd < 0) return fail(FAIL_IO, "--keep %s: %s", dir, strerror(errno));
-    if (flock(s->keep_fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return DONE;
+    if (flock(s->keep_fd, LOCK_EX | LOCK_NB) == 0) return DONE;
+    if (errno != EWOULDBLOCK)
+        return fail(FAIL_IO, "--keep %s: cannot be locked (%s); name another directory", dir,
+                    strerror(errno));
     return fail(FAIL_IO, "--keep %s: another k3-tier keeps experts there; name another directory",
                 dir);
 }

@@ -57,6 +57,7 @@ int gpu_open(gpu **out, const gpu_options *o, char *why, size_t n_why) {
     g->one = gpu_slot_bytes(o->latent, o->inter);
     for (int k = 0; k < 6; k++) g->part[k] = (uint64_t)o->latent * o->inter / (k % 2 ? 32 : 2);
     g->n_slots = (uint32_t)(o->vram_bytes ? o->vram_bytes / g->one : setting("FAKE_GPU_SLOTS", 64));
+    if (g->n_slots > o->max_slots) g->n_slots = o->max_slots;
     g->bytes = malloc(g->n_slots * g->one + 1);
     g->items = calloc(o->max_items, sizeof *g->items);
     g->math = (expert_math){&k3_kernels_ref, o->latent, o->inter, o->beta, o->linear_beta};
@@ -126,7 +127,7 @@ static void compute(gpu *g, const gpu_item *it, int64_t *Q, uint8_t *is_bad) {
     free(hp);
 }
 
-int gpu_end(gpu *g, int64_t *Q, uint8_t *is_bad, char *why, size_t n_why) {
+int gpu_end(gpu *g, int64_t *Q, uint8_t *is_bad, uint64_t *took_ns, char *why, size_t n_why) {
     size_t n = g->n_rows * (size_t)g->o.latent;
     int64_t *sum = calloc(n, sizeof *sum);
     static uint64_t n_bad_at;
@@ -136,6 +137,7 @@ int gpu_end(gpu *g, int64_t *Q, uint8_t *is_bad, char *why, size_t n_why) {
         return -1;
     }
     memset(is_bad, 0, g->n_items);
+    if (took_ns) *took_ns = 30000 + 5000ull * g->n_items;
     for (uint32_t x = 0; x < g->n_items; x++) compute(g, &g->items[x], sum, &is_bad[x]);
     if (++n_bad_at == setting("FAKE_GPU_BAD", 0)) is_bad[0] = 1;
     for (uint32_t x = 0; x < g->n_items; x++) n_bad += is_bad[x];

@@ -4,6 +4,7 @@
  *   test_gpu --quick      a few of each
  *   test_gpu --tiny       fewer still, for compute-sanitizer
  *   test_gpu --million    a million requests; memory of the device and of the process must not grow
+ *   test_gpu --once ROWS  one request, 16 experts of K3 for ROWS rows, for a profiler to look at
  *
  * The expected sums come from experts.h with the CPU's kernels: the reference table at small widths,
  * the fastest one (which test_kernels holds against the reference) at K3's.
@@ -11,6 +12,7 @@
 #include "../experts.h"
 #include "../gpu_tier.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -65,7 +67,8 @@ static expert_view expert_of(const model *m, uint32_t e) {
 }
 
 /* Scale codes: `spread` 0 as real experts have them, else any code in w1 and w3 of every other
- * expert (252 overflows: then the term is bad on both sides), and wide ones in w2. */
+ * expert (252 overflows: then the term is bad on both sides), and up to 128, which the common kernel
+ * takes, in the rest. */
 static void fill_expert(model *m, uint32_t e, int spread) {
     uint8_t *p = m->bytes + e * m->one;
     for (int k = 0; k < N_EXPERT_TENSORS; k++) {
@@ -74,8 +77,10 @@ static void fill_expert(model *m, uint32_t e, int spread) {
                 p[i] = (uint8_t)next();
             else if (spread && e % 2 && k < W2_PACKED)
                 p[i] = below(16) ? (uint8_t)(100 + below(30)) : (uint8_t)below(253);
+            else if (spread)
+                p[i] = (uint8_t)(below(4) ? 90 + below(38) : below(129));
             else
-                p[i] = (uint8_t)(spread ? 90 + below(38) : 114 + below(8));
+                p[i] = (uint8_t)(114 + below(8));
         p += part(m, k);
     }
 }
@@ -189,11 +194,12 @@ static void request_expect(request *r, model *m) {
 }
 
 static bool request_run(gpu *g, request *r, uint32_t latent) {
+    uint64_t took_ns;
     int n_bad = 0;
     memset(r->Q, 0, r->n_rows * (uint64_t)latent * 8);
     if (gpu_begin(g, r->z, r->n_rows, r->items, r->n_items, r->row, r->w, r->n_pairs, why,
                   sizeof why) < 0 ||
-        (n_bad = gpu_end(g, r->Q, r->bad, why, sizeof why)) < 0) {
+        (n_bad = gpu_end(g, r->Q, r->bad, &took_ns, why, sizeof why)) < 0) {
         printf("%s\n", why);
         return false;
     }
@@ -211,6 +217,8 @@ static void request_check(gpu *g, request *r, model *m, const char *what) {
         is_any = is_any || r->want_bad[x];
         if (!r->want_bad[x]) r->items[n++] = r->items[x];
     }
+    for (size_t i = 0; is_any && i < r->n_rows * (size_t)m->latent; i++) r->Q[0] |= r->Q[i];
+    if (is_any) check(r->Q[0] == 0, "nothing is added", 0);
     if (is_any) {
         uint32_t n_pairs = r->n_pairs;
         r->n_items = n;
@@ -226,11 +234,17 @@ static void request_check(gpu *g, request *r, model *m, const char *what) {
 
 static gpu *open_for(const model *m, uint32_t max_rows, uint32_t top_k) {
     gpu *g;
-    gpu_options o = {m->latent, m->inter, max_rows, 1024, max_rows * top_k, 4.0f, 25.0f, 0,
-                     m->n * (gpu_slot_bytes(m->latent, m->inter) + 4)};
+    gpu_options o = {.latent = m->latent,
+                     .inter = m->inter,
+                     .max_rows = max_rows,
+                     .max_items = 1024,
+                     .max_pairs = max_rows * top_k,
+                     .max_slots = m->n,
+                     .beta = 4.0f,
+                     .linear_beta = 25.0f};
     if (gpu_open(&g, &o, why, sizeof why) < 0) {
-        printf("SKIP GPU: %s\n", why);
-        exit(77);
+        printf("FAIL open: %s\n", why);
+        exit(1);
     }
     for (uint32_t e = 0; e < m->n; e++) {
         expert_view x = expert_of(m, e);
@@ -275,7 +289,8 @@ static void test_codes(void) {
     model_make(&m, "ref", 512, 512, 1, 0);
     request_make(&r, 512, 1, 1, 1);
     uint64_t q = part(&m, 0), s = part(&m, 1);
-    for (int pass = 0; pass < 32; pass++) {
+    for (int pass = 0; pass < 64; pass++) {
+        const uint64_t n_codes = pass % 2 ? 253 : 129; /* of either kernel */
         uint8_t *b = m.bytes;
         for (uint64_t row = 0; row < 512; row++)
             for (uint64_t i = 0; i < 256; i++) {
@@ -283,8 +298,8 @@ static void test_codes(void) {
                 b[q + s + row * 256 + i] = (uint8_t)(row * 3 + i * 11 + pass);
             }
         for (uint64_t i = 0; i < s; i++) {
-            b[q + i] = (uint8_t)((i * 31 + pass * 8) % 253);
-            b[2 * q + s + i] = (uint8_t)((i * 17 + pass * 8 + 3) % 253);
+            b[q + i] = (uint8_t)((i * 31 + pass * 8) % n_codes);
+            b[2 * q + s + i] = (uint8_t)((i * 17 + pass * 8 + 3) % n_codes);
             b[3 * q + 2 * s + i] = (uint8_t)((i + pass * 8) % 125); /* w2 */
         }
         gpu *g = open_for(&m, 1, 1);
@@ -294,7 +309,8 @@ static void test_codes(void) {
             r.items[0] = (gpu_item){0, 0, 1};
             r.row[0] = 0;
             r.w[0] = 1.0f;
-            for (int i = 0; i < 512; i++) r.z[i] = i == (int)at ? 1.0f : pass % 2 ? 0.0f : -0.0f;
+            for (int i = 0; i < 512; i++)
+                r.z[i] = i == (int)at ? 1.0f : pass / 2 % 2 ? 0.0f : -0.0f;
             request_check(g, &r, &m, "codes");
         }
         gpu_close(g);
@@ -307,8 +323,9 @@ static void test_true(bool is_quick) {
     static const uint32_t rows[] = {1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64};
     model m;
     request r;
-    const char *best = k3_kernels_find("avx512") && k3_kernels_avx512.is_supported() ? "avx512"
-                       : k3_kernels_find("avx2") ? "avx2" : "ref";
+    const char *best = "ref";
+    for (const char *const *k = k3_kernels_linked(); *k; k++)
+        if (k3_kernels_is_supported(*k)) best = *k; /* the last is the fastest */
     model_make(&m, best, 3584, 3072, is_quick ? 4 : 40, 0);
     request_make(&r, 3584, 64, 40, 64 * 16);
     gpu *g = open_for(&m, 64, 16);
@@ -320,11 +337,83 @@ static void test_true(bool is_quick) {
         request_fill(&r, &m, 1, m.n, 1 + below(16), false);
         request_check(g, &r, &m, "true widths, one row");
     }
-    r.w[0] = 1e30f; /* a term out of range, and a NaN */
+    r.w[0] = 1e30f; /* a term out of range */
     request_check(g, &r, &m, "bad term");
     gpu_close(g);
     request_free(&r);
     model_free(&m);
+}
+
+/* Requests of more rows than one chunk of the bench: as long as the wire allows. */
+static void test_long(bool is_tiny) {
+    static const uint32_t rows[] = {65, 130, 511, 512, 256};
+    model m;
+    request r;
+    model_make(&m, "ref", 64, 96, 48, 1);
+    request_make(&r, 64, 512, 48, 512 * 16);
+    gpu *g = open_for(&m, 512, 16);
+    for (size_t i = 0; i < (is_tiny ? 1 : sizeof rows / sizeof *rows); i++) {
+        request_fill(&r, &m, rows[i], 48, 16, i % 2);
+        request_check(g, &r, &m, "long");
+    }
+    gpu_close(g);
+    request_free(&r);
+    model_free(&m);
+}
+
+/* Slots are filled while others compute. */
+typedef struct {
+    gpu *g;
+    const model *m;
+    volatile bool is_over;
+    uint64_t n, n_failed;
+} uploads;
+
+static void *upload_main(void *user) {
+    uploads *u = user;
+    char fault[512];
+    for (; !u->is_over; u->n++) {
+        expert_view x = expert_of(u->m, (uint32_t)(u->n % (u->m->n / 2)));
+        u->n_failed +=
+            gpu_upload(u->g, (uint32_t)(u->n % (u->m->n / 2)), x.p, fault, sizeof fault) < 0;
+    }
+    return NULL;
+}
+
+static void test_uploads(bool is_quick) {
+    model m;
+    request r;
+    pthread_t thread;
+    model_make(&m, "ref", 352, 128, 48, 0);
+    request_make(&r, 352, 16, 48, 16 * 16);
+    gpu *g = open_for(&m, 16, 16);
+    uploads u = {.g = g, .m = &m};
+    check(pthread_create(&thread, NULL, upload_main, &u) == 0, "thread", 0);
+    for (int i = 0; i < (is_quick ? 3 : 200); i++) {
+        request_fill(&r, &m, 1 + (uint32_t)i % 16, m.n / 2, 16, false);
+        request_check(g, &r, &m, "beside uploads");
+    }
+    u.is_over = true;
+    pthread_join(thread, NULL);
+    check(u.n > 0 && u.n_failed == 0, "uploads", u.n_failed);
+    request_fill(&r, &m, 16, m.n, 16, false);
+    request_check(g, &r, &m, "after uploads");
+    gpu_close(g);
+    request_free(&r);
+    model_free(&m);
+}
+
+/* No device: SKIP. Anything else that is wrong with it is a failure, of whatever comes next. */
+static void skip_without_device(void) {
+    gpu *g;
+    gpu_options o = {
+        .latent = 32, .inter = 32, .max_rows = 1, .max_items = 1, .max_pairs = 1, .max_slots = 1};
+    if (gpu_open(&g, &o, why, sizeof why) == 0) {
+        gpu_close(g);
+    } else if (strstr(why, "cudaSetDevice")) {
+        printf("SKIP GPU: %s\n", why);
+        exit(77);
+    }
 }
 
 static uint64_t rss_bytes(void) {
@@ -378,15 +467,34 @@ static void test_million(void) {
     model_free(&m);
 }
 
+/* ncu --metrics dram__bytes_read.sum -k regex:experts: are the weights read once for all rows? */
+static void test_once(uint32_t rows) {
+    model m;
+    request r;
+    model_make(&m, "ref", 3584, 3072, 16, 0);
+    request_make(&r, 3584, 64, 16, 64 * 16);
+    gpu *g = open_for(&m, 64, 16);
+    request_fill(&r, &m, rows < 64 ? rows : 64, 16, 16, true);
+    check(request_run(g, &r, 3584), "once", 0);
+    gpu_close(g);
+    request_free(&r);
+    model_free(&m);
+}
+
 int main(int argc, char **argv) {
     bool is_tiny = argc > 1 && strcmp(argv[1], "--tiny") == 0,
          is_quick = is_tiny || (argc > 1 && strcmp(argv[1], "--quick") == 0);
     fp_default();
+    skip_without_device();
     if (argc > 1 && strcmp(argv[1], "--million") == 0) {
         test_million();
+    } else if (argc > 2 && strcmp(argv[1], "--once") == 0) {
+        test_once((uint32_t)atoi(argv[2]));
     } else {
         test_small(is_quick, is_tiny);
         if (!is_quick) test_codes();
+        test_long(is_tiny);
+        test_uploads(is_quick);
         if (!is_tiny) test_true(is_quick);
     }
     printf("test_gpu: %llu passed, %llu failed, 0 skipped\n", (unsigned long long)n_passed,

@@ -240,9 +240,9 @@ static void test_proof(void) {
     for (int i = 0; i < 32; i++) key.bytes[i] = (uint8_t)i;
     for (size_t i = 0; i < sizeof hello; i++) hello[i] = (uint8_t)(7 * i);
     for (size_t i = 0; i < sizeof nonce; i++) nonce[i] = (uint8_t)(200 + i);
-    tier_proof(&key, "k3-tier server", hello, nonce, got);
+    CHECK(tier_proof(&key, "k3-tier server", hello, nonce, got));
     CHECK_EQ_MEM(got, server_want, 32);
-    tier_proof(&key, "k3-tier client", hello, nonce, got);
+    CHECK(tier_proof(&key, "k3-tier client", hello, nonce, got));
     CHECK_EQ_MEM(got, client_want, 32);
 }
 

@@ -345,6 +345,11 @@ check "another key" 0 --tier "unix:$T/keyed.sock" --psk-file "$T/other"
 [ "$(field far_served)" = 0 ] && pass || fail "another key" "was let in"
 check "a box without the key" 0 --tier "unix:$T/warm.sock" --psk-file "$T/key"
 [ "$(field far_served)" = 0 ] && pass || fail "a box without the key" "was believed"
+# A libcrypto without HMAC-SHA256, at both ends: nobody is believed, whatever key he has.
+printf 'openssl_conf = a\n[a]\nproviders = b\n[b]\nnull = c\n[c]\nactivate = 1\n' >"$T/null.cnf"
+OPENSSL_CONF=$T/null.cnf box nohmac --psk-file "$T/key"
+OPENSSL_CONF=$T/null.cnf "$K3_TIER" status "unix:$T/nohmac.sock" --psk-file "$T/other" >"$T/out" 2>&1
+if [ $? = 1 ] && grep -q "no HMAC-SHA256" "$T/out"; then pass; else fail "no HMAC" "$(head -1 "$T/out")"; fi
 
 # Figures over HTTP, frames in words.
 port=$((20000 + $$ % 20000))

@@ -33,7 +33,7 @@ wait_for() { # FIGURE N
         [ "$(stat_of "$1")" -ge "$2" ] 2>/dev/null && return
         sleep 0.02
     done
-    echo "box: $1 is $(stat_of "$1"), not $2 or more"
+    fail "the box" "$1 is $(stat_of "$1"), not $2 or more"
 }
 box() { # OPTION...
     [ -z "$box" ] || { kill "$box" && wait "$box"; } 2>/dev/null
@@ -63,12 +63,14 @@ check() { # NAME FIGURE LEAST
 want=$(field logits_fnv)
 
 # Everything in VRAM, a few slots to pass through.
+box --ram 1G --vram 1M
+slot=$((1048576 / $(sed -n 's/.*room for \([0-9]*\) experts in .*VRAM/\1/p' "$T/box.err") + 1))
 box --ram 1G --vram 1G
-slot=$((1073741824 / $(sed -n 's/.*room for \([0-9]*\) experts in .*VRAM/\1/p' "$T/box.err") + 1))
+grep -q "room for 256 experts in" "$T/box.err" && pass || fail "room" "for more experts than there are"
 wait_for vram_experts_held 256
 run; check "warm" gpu_experts_served_total 200
-run --chunk 7 && check "warm, chunks of 7" gpu_experts_served_total 400
-run --tier-audit 1/1 && check "audited" gpu_experts_served_total 600
+run --chunk 7; check "warm, chunks of 7" gpu_experts_served_total 400
+run --tier-audit 1/1; check "audited" gpu_experts_served_total 600
 
 # Half of it, so that both kinds are full of different ones and both compute.
 one=$(stat_of vram_experts_held)
@@ -81,6 +83,16 @@ held=$(stat_of experts_held) vram=$(stat_of vram_experts_held)
 if [ "$held" -gt "$vram" ] && [ "$held" -le "$one" ]; then pass; else fail "half in VRAM" "$held held, $vram of them there, $one in all"; fi
 
 if [ -n "$is_device" ]; then
+    kill "$box" && wait "$box" 2>/dev/null
+    export K3_TIER XDG_RUNTIME_DIR=$T
+    for again in 1 2; do # started, joined
+        timeout -k 1 60 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$prompt" >"$T/out" 2>"$T/err"
+        rc=$?
+        if [ $rc = 0 ] && [ "$(field logits_fnv)" = "$want" ]; then pass; else fail "k3 run --gpu, $again" "exit $rc"; fi
+        sleep 2 # warm
+    done
+    served=$("$K3_TIER" status "unix:$(ls "$T"/k3-gpu-*.sock)" | awk '$1 == "gpu_experts_served_total" { print $2 }')
+    [ "${served:-0}" -gt 100 ] && pass || fail "k3 run --gpu" "the GPU served ${served:-0} experts"
     echo "tier_gpu: $n_passed passed, $n_failed failed, $n_skipped skipped"
     [ $n_failed = 0 ]
     exit

@@ -211,7 +211,8 @@ static void step_request(void) {
     CHECK_EQ_STR(why ? why : "", "");
     if (why) return;
     bool had_vram = sv.st.has_vram;
-    sv.gpu_ns = (float)below(3), sv.cpu_ns = (float)below(3); /* shared out one way and another */
+    sv.cpu_ns = (float)below(3); /* shared out one way and another */
+    sv.gpu_time = (trend){.n = (float)below(2), .x = 1, .y = (float)below(3)};
     size_t len = compute_request(&sv, &r, (const float *)(const void *)r.z, false, out);
     CHECK(tier_reply_parse(&sv.m, out, len, &a) == NULL);
     memset(Q, 0, sizeof Q);
@@ -445,6 +446,46 @@ static void test_pins(const char *dir) {
     end_server();
 }
 
+/* ---- Who computes what both have ---- */
+
+/* Of 16 experts that lie in both memories, how many does the CPU take? */
+static uint32_t shared_out(void) {
+    item items[16];
+    uint32_t n = 0;
+    for (int x = 0; x < 16; x++) items[x] = (item){.n = 1, .i_slot = x, .i_vram = x};
+    sv.items = items;
+    vram_share(&sv, 16);
+    for (int x = 0; x < 16; x++) n += !items[x].on_gpu;
+    sv.items = NULL;
+    return n;
+}
+
+/* A GPU that takes 30 us and 5 for each expert, measured with those that it has. */
+static void measure(uint32_t n_gpu) {
+    trend_add(&sv.gpu_time, (float)n_gpu, 30000.0f + 5000.0f * (float)n_gpu);
+}
+
+static void test_share(void) {
+    memset(&sv, 0, sizeof sv);
+    CHECK_EQ_INT(shared_out(), 0); /* nothing is known */
+    sv.cpu_ns = 45000.0f;
+    measure(16);
+    CHECK_EQ_INT(shared_out(), 2); /* 90 us against 96, were there no cost but by the expert */
+    for (int i = 0; i < 60; i++) measure(16 - shared_out());
+    CHECK_EQ_INT(shared_out(), 2); /* 90 against 100; 3 would be 135 against 95 */
+    sv.cpu_ns = 60000.0f;
+    CHECK_EQ_INT(shared_out(), 1);
+    trend_add(&sv.gpu_time, 16, 2e6f); /* a hiccup: the CPU has to take more, and for how long? */
+    CHECK(shared_out() > 2);
+    for (int i = 0; i < 150; i++) measure(16 - shared_out());
+    CHECK_EQ_INT(shared_out(), 1);
+    sv.cpu_ns = 1000.0f; /* a CPU that is faster takes nearly all, a slow one none */
+    CHECK(shared_out() >= 12);
+    sv.cpu_ns = 1e6f;
+    CHECK_EQ_INT(shared_out(), 0);
+    memset(&sv, 0, sizeof sv);
+}
+
 /* A slot that is full of what VRAM is about to take is no refusal. */
 static void test_staging(const char *dir) {
     conn c = {.state = C_STAGE, .stage = {.has_begun = true}};
@@ -485,6 +526,7 @@ int main(int argc, char **argv) {
     test_unpin(dir);
     test_pins(dir);
     test_staging(dir);
+    test_share();
     free(bytes);
     return test_finish();
 }
