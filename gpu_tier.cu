@@ -157,9 +157,11 @@ __global__ static void repack(uint8_t *slot, matrix m, bool is_up, const uint8_t
  *
  * One launch does all of a request, one block of threads on each multiprocessor. Work is cut in
  * tasks, a block of rows of one expert for up to four of its vectors (a segment), first all of `up`,
- * then all of `down`; a warp takes the next of all. A task of `down` waits until its segment's h is
- * whole: the tasks of that were taken before it, by warps that are running, however few there are. Small tasks matter more than anything: every task that is alone at the end costs what
- * five side by side cost.
+ * then all of `down`; a warp begins with a task of its own and then takes the next of all. A task of
+ * `down` waits until its segment's h is whole: the tasks of that were taken before it, by warps that
+ * are running. That all run is what a cooperative launch asks for: the device runs the blocks together
+ * or refuses, also where others have a share of it. Small tasks matter more than anything: every task
+ * that is alone at the end costs what five side by side cost.
  *
  * Bytes come through a ring of each warp's own in shared memory, with cp.async past L1: weights,
  * scales and the same columns of the vectors. Only the vector of a request of one row lies in shared
@@ -198,7 +200,7 @@ typedef struct {
     float *hidden;       /* [pairs][down.chunks * CHUNK] */
     int64_t *Q;          /* [rows][latent]             */
     uint32_t *is_bad;    /* [items]                    */
-    uint32_t *next;      /* tasks taken */
+    uint32_t *next;      /* tasks taken after the first of each warp */
     uint32_t *n_done;    /* [segments] blocks of `up`  */
     float beta, linear_beta;
     powers by;
@@ -490,18 +492,16 @@ __device__ static inline void task_place(const task &t, uint32_t blocks, uint32_
 template <int MOST>
 __global__ static void __launch_bounds__(32 * WARPS(MOST), 1) experts(const task t) {
     extern __shared__ uint4 shared[];
-    __shared__ uint32_t first; /* task of the block's first warp */
     const uint32_t n_warps = blockDim.x / 32;
     uint8_t *ring = (uint8_t *)shared + threadIdx.x / 32 * RING_BYTES(MOST);
     const float *whole = MOST == 1 ? (float *)((uint8_t *)shared + n_warps * RING_BYTES(1)) : NULL;
     const uint32_t n_up = t.h->n_segments * t.l.up.blocks,
                    n_tasks = n_up + t.h->n_segments * t.l.down.blocks;
-    if (threadIdx.x == 0) first = atomicAdd(t.next, n_warps);
     if (MOST == 1) /* the one row, for all tasks of `up` */
         for (uint32_t k = threadIdx.x; k < t.l.up.chunks * (CHUNK / 4); k += blockDim.x)
             ((float4 *)whole)[k] = ((const float4 *)t.z)[k];
     __syncthreads();
-    for (uint32_t i = first + threadIdx.x / 32; i < n_tasks;) {
+    for (uint32_t i = threadIdx.x / 32 * gridDim.x + blockIdx.x; i < n_tasks;) {
         const bool is_up = i < n_up;
         const uint32_t blocks = is_up ? t.l.up.blocks : t.l.down.blocks;
         uint32_t i_segment, block;
@@ -520,7 +520,7 @@ __global__ static void __launch_bounds__(32 * WARPS(MOST), 1) experts(const task
         else
             run_task<1, false, MOST == 1>(t, ring, g, block, is_up, whole, n_done);
         if (is_up) segment_done(t, i_segment);
-        if (threadIdx.x % 32 == 0) i = atomicAdd(t.next, 1);
+        if (threadIdx.x % 32 == 0) i = gridDim.x * n_warps + atomicAdd(t.next, 1);
         i = __shfl_sync(0xffffffffu, i, 0);
     }
 }
@@ -713,7 +713,6 @@ static int gpu_room(gpu *g, char *why, size_t n_why) {
 template <int MOST> static int gpu_warps(gpu *g, int which, uint32_t whole, char *why, size_t n_why) {
     int most = 0;
     TRY(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, g->o.device));
-    most -= 16; /* the kernel's `first` */
     uint32_t n = (uint32_t)most > whole ? ((uint32_t)most - whole) / RING_BYTES(MOST) : 0;
     g->n_warps[which] = n < WARPS(MOST) ? n : WARPS(MOST);
     g->n_shared[which] = whole + g->n_warps[which] * RING_BYTES(MOST);
@@ -871,11 +870,17 @@ static int gpu_launch(gpu *g, const shape *s, char *why, size_t n_why) {
         (uint4 *)g->in, (const uint4 *)g->host_in, n_in, (uint4 *)g->out, n_clear, g->begun);
     TRY(cudaGetLastError());
     if (gpu_mark(g, s, EV_IN, why, n_why) < 0) return -1;
-    if (is_one)
-        experts<1><<<g->info.n_sm, 32 * g->n_warps[0], g->n_shared[0], g->stream>>>(t);
-    else
-        experts<ROWS><<<g->info.n_sm, 32 * g->n_warps[1], g->n_shared[1], g->stream>>>(t);
-    TRY(cudaGetLastError());
+    cudaLaunchAttribute together = {};
+    cudaLaunchConfig_t c = {};
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
+    c.gridDim = dim3(g->info.n_sm);
+    c.blockDim = dim3(32 * g->n_warps[!is_one]);
+    c.dynamicSmemBytes = g->n_shared[!is_one];
+    c.stream = g->stream;
+    c.attrs = &together;
+    c.numAttrs = 1;
+    TRY(is_one ? cudaLaunchKernelEx(&c, experts<1>, t) : cudaLaunchKernelEx(&c, experts<ROWS>, t));
     if (gpu_mark(g, s, EV_KERNELS, why, n_why) < 0) return -1;
     stage_out<<<blocks_for(n_out, g->info.n_sm), 256, 0, g->stream>>>(
         (uint4 *)g->host_out, (const uint4 *)g->out, n_out, (const head *)g->in, g->begun,
