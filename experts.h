@@ -106,6 +106,9 @@ static inline void expert_outer_rows(const expert_math *m, const expert_view *x,
 /* Memory, 4096-aligned, that reading one expert of this model needs. */
 uint64_t k3_expert_room(const k3_engine *e);
 
+/* What an engine keeps of each expert of its model: where its tensors lie. */
+uint64_t k3_expert_place_bytes(void);
+
 /* Read expert `ie` of layer `il` into `room` and say where its tensors are. Sums are compared if
  * the model has any, scale codes are checked. Any number of threads may call this at once.
  * Errors  K3_EIO, K3_EMODEL: as a step of the engine would say them */

@@ -6,7 +6,8 @@
  *    3  Shape: config.json, nothing defaulted
  *    4  Reference kernels (the definition of the bits) and the picker
  *    5  Model files: which tensor lies where
- *    6  Disk, trunk, experts: the bytes, and the plan that divides the budget
+ *    6  The bytes: 6.1 disk, 6.2 trunk, 6.3 streamed rows, 6.4 experts in slots, 6.5 pins, 6.6 sums,
+ *       6.7 the plan that divides the budget, 6.8 opening the disk
  * What one token does
  *    8  Embedding and norms          (7, text to ids, is k3_text.c)
  *    9  KDA and MLA
@@ -32,6 +33,7 @@
  *   - Naming: il layer, ie expert, lat the latent width, t a position inside a chunk.
  */
 #include "k3.h"
+#include "k3_common.h"
 #include "k3_error.h"
 #include "k3_state.h"
 
@@ -103,12 +105,6 @@ const char *k3_status_name(int status) {
                                        "a far box lied"};
     int i = status >= 0 ? 0 : -status;
     return i < (int)(sizeof name / sizeof *name) ? name[i] : "unknown status";
-}
-
-static uint64_t now_ns(void) {
-    struct timespec ts;
-    clock_gettime(CLOCK_MONOTONIC, &ts);
-    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
 /* The caller's own state, given back when a public function returns. */
@@ -1001,6 +997,18 @@ typedef struct {
     const k3_options *opt;
 } model;
 
+/* What a KDA layer keeps, f32: S of each head; of q, k and v the last three samples, which the
+ * convolution of width four wants again. */
+static uint64_t kda_floats(const k3_shape *sh) {
+    uint64_t n = (uint64_t)sh->kda_heads * sh->kda_dim;
+    return n * sh->kda_dim + 3 * 3 * n;
+}
+
+/* What a layer keeps of n_pos positions, f32. */
+static uint64_t layer_floats(const k3_shape *sh, uint32_t il, uint64_t n_pos) {
+    return sh->is_mla[il] ? n_pos * k3_pad(sh->kv_lora + sh->rope_dim) : kda_floats(sh);
+}
+
 static void shape_dims(const k3_shape *sh, uint64_t dims[N_DIMS]) {
     dims[D_1] = 1;
     dims[D_CONV] = sh->conv_width;
@@ -1069,7 +1077,7 @@ static void shape_sizes(k3_shape *sh) {
         if (sh->is_mla[il])
             sh->pos_bytes += k3_pad(dims[D_KV_A]) * sizeof(float);
         else
-            sh->state_bytes += (dims[D_KDA] * sh->kda_dim + 9 * dims[D_KDA]) * sizeof(float);
+            sh->state_bytes += kda_floats(sh) * sizeof(float);
     }
 }
 
@@ -1763,7 +1771,7 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
  * which a token uses it. Experts live in slots.
  */
 
-/* ---- Disk ----
+/* ---- 6.1 Disk ----
  *
  * One queue with three urgencies, served by a pool of threads in pread or by one thread that keeps
  * an io_uring full: the same requests, the same checks.
@@ -1808,7 +1816,7 @@ typedef struct io_req {
 typedef struct {
     char *dir;
     bool is_dead, is_told;
-    uint64_t queued, read_bytes;
+    uint64_t queued;
     double ns_per_byte; /* running estimate */
 } io_copy;
 
@@ -1920,7 +1928,7 @@ static io_req *io_pop(disk *d) {
         r->n_tries = r->n_again = 0;
         r->tried = r->avoid;
         r->why = 0;
-        r->start_ns = now_ns();
+        r->start_ns = clock_ns();
         r->i_copy = io_choose_copy(d, r);
         d->n_busy++;
         if (r->i_copy >= 0) {
@@ -1950,9 +1958,8 @@ static bool io_next_copy(disk *d, io_req *r) {
 
 static void io_done(disk *d, io_req *r) {
     io_copy *c = &d->copies[r->i_copy];
-    double ns = (double)(now_ns() - r->start_ns) / (double)r->n;
+    double ns = (double)(clock_ns() - r->start_ns) / (double)r->n;
     c->queued -= r->n;
-    c->read_bytes += r->n;
     c->ns_per_byte = c->ns_per_byte > 0 ? 0.9 * c->ns_per_byte + 0.1 * ns : ns;
     d->read_bytes += r->n;
     for (int i = 0; i < d->n_copies; i++) /* a copy that was slow once is tried again */
@@ -2106,19 +2113,19 @@ static uint64_t disk_changes(disk *d) {
 
 /* Sleep until more than `seen` are over. */
 static void disk_wait_change(disk *d, uint64_t seen) {
-    uint64_t start = now_ns();
+    uint64_t start = clock_ns();
     pthread_mutex_lock(&d->lock);
     while (d->n_changes == seen) pthread_cond_wait(&d->done, &d->lock);
-    d->stall_ns += now_ns() - start;
+    d->stall_ns += clock_ns() - start;
     pthread_mutex_unlock(&d->lock);
 }
 
 /* Sleep until a request is over. The time is what the disk cost this step. */
 static void disk_wait(disk *d, const io_req *r) {
-    uint64_t start = now_ns();
+    uint64_t start = clock_ns();
     pthread_mutex_lock(&d->lock);
     while (r->state == IO_QUEUED || r->state == IO_BUSY) pthread_cond_wait(&d->done, &d->lock);
-    d->stall_ns += now_ns() - start;
+    d->stall_ns += clock_ns() - start;
     pthread_mutex_unlock(&d->lock);
 }
 
@@ -2186,7 +2193,7 @@ static int disk_mode(disk *d, bool is_uring, bool is_direct, int depth, k3_error
     return disk_threads_start(d, err);
 }
 
-/* ---- Trunk ----
+/* ---- 6.2 Trunk ----
  *
  * Vectors are always resident, widened to f32, the two of each AttnRes folded into one. Matrices
  * are resident as the plan says; the others are cut into pieces of whole rows and pass through a
@@ -2288,7 +2295,7 @@ struct k3_engine {
     uint64_t bounce_bytes;
     k3_plan plan;
     struct scratch *scratch;     /* one step at a time uses it */
-    pthread_mutex_t step, money; /* the latter guards the ledger and the fingerprint */
+    pthread_mutex_t step, accounts; /* the latter guards the ledger and the fingerprint */
     uint64_t fingerprint;        /* 0: not yet asked for (section 14)                */
     k3_stats stats;
     tier *far; /* the far boxes; NULL: none */
@@ -2518,7 +2525,7 @@ static int trunk_open(k3_engine *e, k3_error *err) {
     return rc;
 }
 
-/* ---- The ring of streamed rows ---- */
+/* ---- 6.3 The ring of streamed rows ---- */
 
 /* The matrices of a layer in the order of their use; what ORDER lists, forward_layer() asks for. */
 static const enum tensor ORDER_KDA[] = {T_KDA_Q, T_KDA_K, T_KDA_V, T_KDA_G,  T_F_A,
@@ -2684,7 +2691,7 @@ static void stream_reset(k3_engine *e) {
     s->is_next_pass = false;
 }
 
-/* ---- Experts ----
+/* ---- 6.4 Experts ----
  *
  *   - a slot holds one whole expert or nothing; its bytes are checked when they arrive;
  *   - a pinned slot is readable and stays; any other may be taken back at any fetch;
@@ -2981,7 +2988,7 @@ static int store_open(k3_engine *e, k3_error *err) {
     return st->bytes ? 0 : e->mem.why;
 }
 
-/* ---- Pins ----
+/* ---- 6.5 Pins ----
  *
  * A file of pins names experts that are read at open and stay: a line each, layer and expert, and
  * whatever follows; the most wanted first, since only so many fit. # begins a comment. */
@@ -3068,7 +3075,7 @@ static int pins_open(k3_engine *e, k3_error *err) {
     return rc;
 }
 
-/* ---- Sums ----
+/* ---- 6.6 Sums ----
  *
  * XXH3 of every stretch of bytes that is ever read at once: each piece of rows of a trunk matrix,
  * each vector, each row of the embedding, each expert (or its six tensors, where they do not lie
@@ -3249,17 +3256,6 @@ static int sums_open(k3_engine *e, k3_error *err) {
     return rc;
 }
 
-static int write_all(int fd, const void *from, uint64_t n) {
-    const uint8_t *p = from;
-    while (n > 0) {
-        ssize_t put = write(fd, p, n < (1u << 30) ? (size_t)n : 1u << 30);
-        if (put < 0 && errno == EINTR) continue;
-        if (put <= 0) return -1;
-        p += put;
-        n -= (uint64_t)put;
-    }
-    return 0;
-}
 
 /* A file of sums being made: under another name until it is whole. */
 typedef struct {
@@ -3300,8 +3296,8 @@ static int sums_save(const k3_engine *e, sums_out *o, uint64_t fingerprint, k3_e
     head[1] = fingerprint;
     head[2] = e->sums.n;
     end = XXH3_64bits_withSeed(e->sums.sum, (size_t)n_bytes, XXH3_64bits(head, SUMS_HEAD));
-    bool is_ok = ftruncate(o->fd, 0) == 0 && write_all(o->fd, head, SUMS_HEAD) == 0 &&
-                 write_all(o->fd, e->sums.sum, n_bytes) == 0 && write_all(o->fd, &end, 8) == 0 &&
+    bool is_ok = ftruncate(o->fd, 0) == 0 && slice_write_all(o->fd, head, SUMS_HEAD) &&
+                 slice_write_all(o->fd, e->sums.sum, n_bytes) && slice_write_all(o->fd, &end, 8) &&
                  fsync(o->fd) == 0 && rename(o->part, o->path) == 0;
     if (!is_ok) return fail(err, K3_EIO, "%s: %s", o->path, strerror(errno));
     close(o->fd);
@@ -3309,7 +3305,7 @@ static int sums_save(const k3_engine *e, sums_out *o, uint64_t fingerprint, k3_e
     return 0;
 }
 
-/* ---- The plan: one number of bytes, divided ----
+/* ---- 6.7 The plan: one number of bytes, divided ----
  *
  * First what must be: tables, vectors, scratch, one session, a ring, a few slots; its sum is the
  * floor. Then routers (so that guesses are possible), then whole matrices, spread over the layers
@@ -3467,7 +3463,7 @@ static int plan_make(k3_engine *e, k3_error *err) {
     return 0;
 }
 
-/* ---- Opening the disk: mirrors, and how to read ---- */
+/* ---- 6.8 Opening the disk: mirrors, and how to read ---- */
 
 #define PROBE_EXPERTS 8
 
@@ -3576,7 +3572,7 @@ static double probe_once(k3_engine *e, uint32_t n, uint64_t *seed) {
             posix_fadvise(e->files.shards[req[i][k].i_shard].fd[0], (off_t)io_base(&req[i][k]),
                           (off_t)io_left(&req[i][k]), POSIX_FADV_DONTNEED);
     }
-    uint64_t start = now_ns();
+    uint64_t start = clock_ns();
     for (uint32_t i = 0; i < n; i++)
         for (int k = 0; k < n_reqs[i]; k++) disk_submit(&e->io, &req[i][k], IO_DEMAND);
     bool is_bad = false;
@@ -3585,7 +3581,7 @@ static double probe_once(k3_engine *e, uint32_t n, uint64_t *seed) {
             disk_wait(&e->io, &req[i][k]);
             is_bad = is_bad || req[i][k].state == IO_FAILED;
         }
-    return is_bad ? 0 : 1e9 * (double)(n * sh->expert_bytes) / (double)(now_ns() - start + 1);
+    return is_bad ? 0 : 1e9 * (double)(n * sh->expert_bytes) / (double)(clock_ns() - start + 1);
 }
 
 /* The better of two, since other work disturbs; 0 when this machine cannot read so. */
@@ -4364,6 +4360,16 @@ static int router(step *st, uint32_t il) {
  * once. Reads begin the moment the router has spoken; what is here is computed at once, the rest as
  * it arrives. Each pair's output is weighted, rounded to steps of 2^-40 and added as an integer:
  * the sum does not depend on who computed what, in which order (NUMERICS 5).
+ *
+ * What becomes of a routed expert, once in each layer:
+ *
+ *     in a slot, or being read into one ------------------------> slot
+ *     held by a box: is_far ---- answered ----------------------> is_computed: its terms are in Q
+ *                         |         `-- in a layer of audits ---> is_audit, then queue[]: both do it
+ *                         `----- late, or missing there --------> queue[]
+ *     neither ---------------------------------------------------> queue[]
+ *     queue[] ---- a slot is free: read -------------------------> slot
+ *     slot ------- arrived: computed ----------------------------> is_computed
  */
 
 /* Sort the picks of the chunk by expert. Returns the number of distinct experts; n_of[] becomes
@@ -4493,7 +4499,7 @@ static void far_begin(step *st) {
     st->i_audit = -1;
     st->is_timed = st->e->far != NULL;
     if (!st->e->far) return;
-    st->begun_ns = now_ns();
+    st->begun_ns = clock_ns();
     tier_begin(st->e->far);
     while (tier_note(st->e->far, line, sizeof line))
         if (o->note) o->note(o->user, line);
@@ -4531,7 +4537,7 @@ static void far_send(step *st) {
     for (uint32_t i = 0; st->is_audit && i < e->n_far_boxes; i++)
         memset(far_sums(e, i), 0, st->T * e->sh.latent * sizeof *e->far_sums);
     e->stats.far_audits += st->is_audit;
-    tier_send(e->far, st->b->moe.z, now_ns() + (here > least ? here : least));
+    tier_send(e->far, st->b->moe.z, clock_ns() + (here > least ? here : least));
 }
 
 /* Slots that are empty fill up with what boxes serve, one at a time and when the disk is asked for
@@ -4655,7 +4661,7 @@ static double far_learn(double mean, double sample) {
 /* A layer's last expert from disk is here: what one costs, when all came from there. */
 static void far_time_disk(step *st) {
     if (!st->is_timed || st->n_queue == 0) return;
-    double ns = (double)(now_ns() - st->begun_ns) / st->n_queue;
+    double ns = (double)(clock_ns() - st->begun_ns) / st->n_queue;
     st->e->disk_ns = far_learn(st->e->disk_ns, ns);
 }
 
@@ -4663,7 +4669,7 @@ static void far_time_pairs(step *st, uint64_t start, uint32_t n_batch) {
     uint32_t n = 0;
     if (!st->e->far) return;
     for (uint32_t x = 0; x < n_batch; x++) n += st->b->batch[x]->n;
-    double ns = (double)(now_ns() - start) / n;
+    double ns = (double)(clock_ns() - start) / n;
     st->e->pair_ns = far_learn(st->e->pair_ns, ns);
 }
 
@@ -4693,7 +4699,7 @@ static int far_open(k3_engine *e, k3_error *err) {
     if (tier_open(&e->far, &m, &to, e->far_block, why, sizeof why) < 0)
         return fail(err, K3_EUSAGE, "%s", why);
     e->disk_ns = (double)sh->expert_bytes; /* 1 GB/s, until a layer says */
-    e->far_seed = now_ns();                /* which answers are compared nobody can know */
+    e->far_seed = clock_ns();              /* which answers are compared nobody can know */
     if (o->tier_audit == 0) return 0;
     while (o->tiers[e->n_far_boxes]) e->n_far_boxes++;
     e->far_sums = ledger_take(&e->mem, far_sums_bytes(e), "answers of far boxes", err);
@@ -4847,7 +4853,7 @@ static int experts(step *st, uint32_t il) {
             continue;
         }
         if (n_left - st->n_far == (uint32_t)n_batch) far_time_disk(st);
-        uint64_t start = e->far ? now_ns() : 0;
+        uint64_t start = e->far ? clock_ns() : 0;
         if ((rc = experts_compute(st, il, (uint32_t)n_batch)) < 0) return rc;
         far_time_pairs(st, start, (uint32_t)n_batch);
         for (int x = 0; x < n_batch; x++) {
@@ -5305,11 +5311,8 @@ uint32_t *k3_state_ids(k3_session *s) { return s->ids; }
 
 void k3_state_layer(const k3_session *s, uint32_t il, uint64_t n_pos, k3_state_array *out) {
     const k3_shape *sh = &s->e->sh;
-    uint64_t n = (uint64_t)sh->kda_heads * sh->kda_dim;
     out->p = s->state[il];
-    out->n_bytes =
-        (sh->is_mla[il] ? n_pos * k3_pad(sh->kv_lora + sh->rope_dim) : n * sh->kda_dim + 9 * n) *
-        sizeof(float);
+    out->n_bytes = layer_floats(sh, il, n_pos) * sizeof(float);
 }
 
 int k3_state_resume(k3_session *s, uint64_t n_pos, uint64_t n_doubtful, const char *name,
@@ -5404,9 +5407,9 @@ static int print_visit(void *user, const name_id *id) {
 
 int k3_state_fingerprint(const k3_engine *e, uint64_t *out, k3_error *err) {
     k3_engine *self = (k3_engine *)e; /* kept once known; the engine stays the same to its users */
-    pthread_mutex_lock(&self->money);
+    pthread_mutex_lock(&self->accounts);
     *out = e->fingerprint;
-    pthread_mutex_unlock(&self->money);
+    pthread_mutex_unlock(&self->accounts);
     if (*out) return 0;
     print_walk w = {.e = e, .hash = XXH3_createState(), .seed = 1, .err = err};
     if (!w.hash) return fail(err, K3_ENOMEM, "fingerprint: out of memory");
@@ -5418,9 +5421,9 @@ int k3_state_fingerprint(const k3_engine *e, uint64_t *out, k3_error *err) {
     if (rc == 0) {
         *out = XXH3_64bits_digest(w.hash);
         if (*out == 0) *out = 1; /* 0 says: not known */
-        pthread_mutex_lock(&self->money);
+        pthread_mutex_lock(&self->accounts);
         self->fingerprint = *out;
-        pthread_mutex_unlock(&self->money);
+        pthread_mutex_unlock(&self->accounts);
     }
     XXH3_freeState(w.hash);
     return rc;
@@ -5510,10 +5513,7 @@ void k3_snapshot_free(k3_snapshot *snap) {
  * until they are written.
  */
 static uint64_t layer_state_bytes(const k3_shape *sh, uint32_t il, uint64_t context) {
-    uint64_t n = (uint64_t)sh->kda_heads * sh->kda_dim;
-    uint64_t floats =
-        sh->is_mla[il] ? context * k3_pad(sh->kv_lora + sh->rope_dim) : n * sh->kda_dim + 9 * n;
-    return round_up(floats * sizeof(float), 64);
+    return round_up(layer_floats(sh, il, context) * sizeof(float), 64);
 }
 
 static uint64_t session_bytes(const k3_shape *sh, uint64_t context) {
@@ -5598,7 +5598,7 @@ int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, 
     int rc = feed_check(s, ids, n, err);
     if (rc < 0) return rc;
     pthread_mutex_lock(&e->step);
-    uint64_t fp = fp_save(), start = now_ns();
+    uint64_t fp = fp_save(), start = clock_ns();
     fp_default();
     step st = {.e = e, .s = s, .b = e->scratch, .k = e->kern, .err = err};
     rc = far_trust(s, err); /* another session of this engine may have caught a box */
@@ -5620,7 +5620,7 @@ int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, 
         stream_reset(e);
         store_recover(e);
     }
-    s->compute_ns += now_ns() - start;
+    s->compute_ns += clock_ns() - start;
     fp_restore(fp);
     pthread_mutex_unlock(&e->step);
     return rc;
@@ -5797,8 +5797,8 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
     uint64_t fp = fp_save();
     fp_default();
     pthread_mutex_init(&e->step, NULL);
-    pthread_mutex_init(&e->money, NULL);
-    e->mem.lock = &e->money;
+    pthread_mutex_init(&e->accounts, NULL);
+    e->mem.lock = &e->accounts;
     int rc = engine_setup(e, o, err);
     if (rc == 0) rc = shape_read(&e->sh, e->dir, o->eps_lora, err);
     if (rc == 0) rc = model_open(&e->files, &e->sh, &e->opt, &e->mem, err);
@@ -5835,7 +5835,7 @@ void k3_engine_close(k3_engine *e) {
     ledger_give(&e->mem, e->sums.block, e->sums.block_bytes);
     model_close(&e->files);
     pthread_mutex_destroy(&e->step);
-    pthread_mutex_destroy(&e->money);
+    pthread_mutex_destroy(&e->accounts);
     free(e->scratch);
     free(e->layers);
     free(e->dir);
@@ -6044,6 +6044,7 @@ int64_t k3_engine_write_sums(k3_engine *e, k3_error *err) { return verify_alone(
  * `k3-tier` opens the same files with the same checks, but keeps experts only (experts.h).
  */
 uint64_t k3_expert_room(const k3_engine *e) { return expert_room(&e->files, &e->sh); }
+uint64_t k3_expert_place_bytes(void) { return sizeof(expert_place); }
 
 const k3_kernels *k3_engine_table(const k3_engine *e) { return e->kern; }
 
@@ -6085,11 +6086,12 @@ bool k3_engine_has_sums(const k3_engine *e) { return e->sums.sum != NULL; }
 
 /* Is it there, in one piece, in slot order? */
 static bool expert_is_piece(const k3_shape *sh, const expert_place *at) {
-    bool is = expert_is_here(at);
-    for (int k = 1; k < N_EXPERT_TENSORS && is; k++)
-        is = at->shard[k] == at->shard[0] &&
-             at->offset[k] == at->offset[k - 1] + expert_tensor_bytes(sh, k - 1);
-    return is;
+    if (!expert_is_here(at)) return false;
+    for (int k = 1; k < N_EXPERT_TENSORS; k++)
+        if (at->shard[k] != at->shard[0] ||
+            at->offset[k] != at->offset[k - 1] + expert_tensor_bytes(sh, k - 1))
+            return false;
+    return true;
 }
 
 int k3_expert_use_sums(k3_engine *e, const slice_expert *x, uint32_t n, k3_error *err) {

@@ -182,15 +182,15 @@ typedef enum {
 } option_group;
 
 static const char *const GROUP_TITLE[N_GROUP] = {
-    "Prompt",                        /* G_PROMPT  */
-    "Generation",                    /* G_TEXT    */
-    "Sampling",                      /* G_SAMPLE  */
-    "State",                         /* G_STATE   */
-    "Measuring",                     /* G_MEASURE */
-    "Output",                        /* G_OUTPUT  */
-    "Model and machine",             /* G_MODEL   */
+    "Prompt",                         /* G_PROMPT  */
+    "Generation",                     /* G_TEXT    */
+    "Sampling",                       /* G_SAMPLE  */
+    "State",                          /* G_STATE   */
+    "Measuring",                      /* G_MEASURE */
+    "Output",                         /* G_OUTPUT  */
+    "Model and machine",              /* G_MODEL   */
     "Disk, where weights do not fit", /* G_DISK   */
-    "Far boxes (k3-tier)"            /* G_TIER    */
+    "Far boxes (k3-tier)"             /* G_TIER    */
 };
 
 typedef struct {
@@ -2613,8 +2613,8 @@ static size_t bench_n_mat(const bench_data *d, size_t batch) {
 typedef struct {
     const k3_kernels *k;
     int n_threads;
-    size_t rows, n_mat; /* "ref" runs BENCH_HASH_ROWS rows of one matrix, and says so */
-    size_t first;       /* matrix that the next round starts at */
+    size_t rows, n_mat;  /* "ref" runs BENCH_HASH_ROWS rows of one matrix, and says so */
+    size_t first;        /* matrix that the next round starts at */
     double weight, read; /* bytes per second */
     double flop, peak;   /* flops per second */
     uint64_t hash;
@@ -2652,7 +2652,8 @@ static void bench_print(const bench_line *l, const bench_data *d, FILE *out) {
 }
 
 /* Every supported set at 1, 2, 4, ... max_threads threads. Returns the number of lines. */
-static size_t bench_lines(bench_line *line, const bench_data *d, int max_threads, const char *only) {
+static size_t bench_lines(bench_line *line, const bench_data *d, int max_threads,
+                          const char *only) {
     size_t n = 0;
     for (const char *const *name = k3_kernels_linked(); *name; name++) {
         const k3_kernels *k = k3_kernels_find(*name);
@@ -3415,14 +3416,6 @@ static int dispatch(int argc, char **argv) {
     if (wants_help) return help_command(cmd);
     if (rc == DONE) rc = args_for_boxes(&a);
     return rc != DONE ? rc : cmd->run(&a);
-}
-
-/* A closed stdin, stdout or stderr must not become the number of a file opened later. */
-static void stdio_guard(void) {
-    for (int fd = 0; fd < 3; fd++)
-        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF &&
-            open("/dev/null", fd == 2 ? O_WRONLY : O_RDONLY) < 0)
-            abort();
 }
 
 /* Each shard of each copy is open twice: as many files as the system lets this process have. */

@@ -1,8 +1,10 @@
-/* k3_common.h - what both programs need and no library has: a clock, and numbers as people write them. */
+/* k3_common.h - what engine and programs need and no library has: a clock, numbers as people write them. */
 #ifndef K3_COMMON_H
 #define K3_COMMON_H
 
 #include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -49,6 +51,14 @@ static inline bool parse_real(const char *text, char **end, double *out) {
     if (text[0] == '0' && (text[1] == 'x' || text[1] == 'X')) return false;
     *out = strtod(text, end);
     return *end != text && isfinite(*out);
+}
+
+/* What is opened must never become 0, 1 or 2 for want of them: messages would go into it. */
+static inline void stdio_guard(void) {
+    for (int fd = 0; fd < 3; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF &&
+            open("/dev/null", fd == 2 ? O_WRONLY : O_RDONLY) < 0)
+            abort();
 }
 
 /* 512M, 1.5GiB, 2GB, 1000000: K M G T and KiB.. are powers of 1024, KB.. of 1000. */

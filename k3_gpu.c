@@ -98,10 +98,10 @@ static bool socket_path(const paths *p, struct sockaddr_un *sa, char *why, size_
 /* Also one that is too busy to take another: it is not waited for here. */
 static bool is_listening(const struct sockaddr_un *sa) {
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    bool is =
+    bool is_there =
         fd >= 0 && (connect(fd, (const struct sockaddr *)sa, sizeof *sa) == 0 || errno == EAGAIN);
     if (fd >= 0) close(fd);
-    return is;
+    return is_there;
 }
 
 /* PATH_MAX bytes: the k3-tier that K3_TIER names, or beside this program, or else the first in PATH. */
@@ -196,14 +196,18 @@ static int lock_take(const struct sockaddr_un *sa, char *why, size_t n_why) {
     char lock[sizeof sa->sun_path + 8];
     snprintf(lock, sizeof lock, "%s.lock", sa->sun_path);
     int fd = open(lock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (fd < 0) return fails(why, n_why, lock, strerror(errno)) - 1;
+    if (fd < 0) {
+        fails(why, n_why, lock, strerror(errno));
+        return -1;
+    }
     while (flock(fd, LOCK_EX | LOCK_NB) != 0) {
         const char *fault = interrupted                              ? "interrupted"
                             : errno != EWOULDBLOCK && errno != EINTR ? strerror(errno)
                                                                      : NULL;
         if (fault) {
             close(fd);
-            return fails(why, n_why, lock, fault) - 1;
+            fails(why, n_why, lock, fault);
+            return -1;
         }
         pause_ms(GPU_START_TICK_MS);
     }

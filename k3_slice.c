@@ -828,7 +828,7 @@ static bool stage_one(wire *w, const reading *r, uint64_t n_bytes, enum tier_ver
 }
 
 typedef struct {
-    uint32_t n, n_sent, n_had, n_busy, n_left; /* of the list; left: no room */
+    uint32_t n, n_sent, n_had, n_busy; /* of the list */
     bool is_full;
 } staging;
 

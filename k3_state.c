@@ -260,7 +260,6 @@ enum { KIND_IDS = 1, KIND_APP = 2, KIND_LAYER = 3 };
 #define SECTION_BYTES 48
 #define SECTION_SUM 40
 #define PIECE_BYTES 262144u
-#define PIECE_PLANE (PIECE_BYTES / 4)
 #define ZSTD_LEVEL (-256)
 #define CONTEXT_BYTES (384u << 10) /* a zstd context for one plane */
 #define MAX_WORKERS 64

@@ -622,9 +622,9 @@ void tier_ban(tier *t, uint32_t i) {
 static bool box_is_stopping(void *arg) {
     box *b = arg;
     pthread_mutex_lock(&b->lock);
-    bool is = b->is_stopping;
+    bool is_stopping = b->is_stopping;
     pthread_mutex_unlock(&b->lock);
-    return is;
+    return is_stopping;
 }
 
 /* Send the frame in `out` and wait for the next; NULL, or why not. */

@@ -140,6 +140,13 @@ static uint32_t keep_count(const char *dir) {
     return n;
 }
 
+/* What keeping takes of memory: for each expert of the model, lists and lines of k3.slice; beside them
+ * a shard's header. */
+#define KEEP_BYTES (8ull << 20)
+static uint64_t keep_bytes_each(void) {
+    return 2 * sizeof(slice_expert) + sizeof(uint8_t *) + SLICE_LINE;
+}
+
 /* Begin, with what is in `dir` already: man->n experts. False: no memory, no thread. */
 static bool keep_start(keeper *k, const char *dir, const slice *man, uint64_t expert_bytes) {
     size_t n_all = (size_t)(man->n_layers - man->n_dense) * man->n_experts;
@@ -174,10 +181,10 @@ static void keep_add(keeper *k, const slice_expert *x, const uint8_t *bytes) {
 static bool keep_hurry(keeper *k) {
     if (!k->is_running) return false;
     pthread_mutex_lock(&k->lock);
-    bool is = !k->is_dead && k->n_queue > 0;
+    bool has_more = !k->is_dead && k->n_queue > 0;
     pthread_cond_signal(&k->more);
     pthread_mutex_unlock(&k->lock);
-    return is;
+    return has_more;
 }
 
 /* Write what is left, and end. False: something was not kept. */

@@ -367,14 +367,15 @@ static int32_t warm_coldest(server *s, float heat) {
     for (uint32_t i = 0; i < st->n_slots; i++) {
         size_t at = index_of(s, st->slots[i].il, st->slots[i].ie);
         if (st->slot_of[at] != (int32_t)i || !warm_may_evict(s, &st->slots[i], at, heat)) continue;
-        bool is = st->vram_of[at] != NONE;
+        bool is_both = st->vram_of[at] != NONE;
         is_in_use = is_in_use || st->slots[i].pins > 0;
         if (st->slots[i].pins > 0 ||
-            (coldest != NONE && (is < is_twice || (is == is_twice && st->heat[at] >= least))))
+            (coldest != NONE &&
+             (is_both < is_twice || (is_both == is_twice && st->heat[at] >= least))))
             continue;
         least = st->heat[at];
         coldest = (int32_t)i;
-        is_twice = is;
+        is_twice = is_both;
     }
     st->is_starved = st->is_starved || (coldest == NONE && is_in_use);
     return coldest;
@@ -2091,9 +2092,9 @@ static void memory_readable(server *s) {
     store *st = &s->st;
     for (uint32_t il = s->m.n_dense; il < s->m.n_layers; il++)
         for (uint32_t ie = 0; ie < s->m.n_experts; ie++) {
-            bool is = s->e || (s->part && k3_expert_has(s->part, il, ie));
-            st->heat[index_of(s, il, ie)] = is ? 0.0f : -1.0f;
-            st->n_readable += is;
+            bool can_read = s->e || (s->part && k3_expert_has(s->part, il, ie));
+            st->heat[index_of(s, il, ie)] = can_read ? 0.0f : -1.0f;
+            st->n_readable += can_read;
         }
 }
 
@@ -2149,34 +2150,46 @@ static int vram_probe(const server *s) {
     return DONE;
 }
 
-/* Divide --ram: tables, clients, scratch, and experts with what is left. */
-static int memory_open(server *s) {
+/* What tables take for every expert of the model: ours, the engines', a slice's list with its order
+ * and its sums. */
+static uint64_t memory_tables(const server *s) {
+    const store *st = &s->st;
+    uint64_t place = k3_expert_place_bytes(),
+             sliced = place + sizeof *s->list.list + sizeof *st->order + sizeof(uint64_t);
+    return sizeof *st->slot_of + sizeof *st->vram_of + sizeof *st->heat + sizeof *st->pins +
+           sizeof *st->is_coming + sizeof *st->is_written + place + (s->part ? sliced : 0) +
+           (s->o.keep_dir ? keep_bytes_each() : 0);
+}
+
+/* Divide --ram: tables, clients, scratch, and slots with what is left. */
+static int memory_plan(server *s) {
     store *st = &s->st;
-    int rc;
     size_t lat = s->m.latent, n = (size_t)s->n_moe * s->m.n_experts,
            pairs = (size_t)TIER_MAX_ROWS * s->m.top_k;
-    st->slot_bytes = (s->expert_bytes + 4095) / 4096 * 4096;
-    if (s->e && st->slot_bytes < k3_expert_room(s->e)) st->slot_bytes = k3_expert_room(s->e);
-    if (s->part && st->slot_bytes < k3_expert_room(s->part))
-        st->slot_bytes = k3_expert_room(s->part);
-    s->local_floats = 2 * (size_t)TIER_MAX_ROWS * ROW_TILE;
     uint64_t client = tier_most_bytes(&s->m, TIER_REQUEST, true, TIER_MAX_ROWS) +
-                      tier_most_bytes(&s->m, TIER_REPLY, false, TIER_MAX_ROWS) + 65536;
-    uint64_t scratch = (BATCH_PAIRS * (lat + s->m.inter) + lat) * 4 +
-                       s->n_threads * s->local_floats * 4 + pairs * 8 +
-                       s->m.n_experts * (sizeof(item) + sizeof(item *));
-    uint64_t tls = s->tls ? TLS_SHARED_BYTES + TIER_TLS_BYTES * (s->o.clients + MAX_STATUS) : 0;
-    uint64_t stagers = MAX_STAGERS * (TIER_MAX_PIECE + tier_resident_bytes(&s->m, s->n_moe) + 8192);
-    uint64_t fixed = OVERHEAD_BYTES + n * (4 + 4 + 4 + 1 + 1 + 60) +
-                     (s->o.has_gpu ? GPU_BYTES : 0) + client * s->o.clients + scratch + tls +
-                     stagers + (s->o.keep_dir ? n * 168 + (8u << 20) : 0) +
-                     (s->part ? n * (60 + 8 + sizeof(slice_expert) + 4) : 0);
-    uint64_t per = st->slot_bytes + sizeof(slot) + 8;
+                      tier_most_bytes(&s->m, TIER_REPLY, false, TIER_MAX_ROWS) + 65536,
+             stager = TIER_MAX_PIECE + tier_resident_bytes(&s->m, s->n_moe) + 8192,
+             scratch = (BATCH_PAIRS * (lat + s->m.inter) + lat) * sizeof(float) +
+                       s->n_threads * s->local_floats * sizeof(float) +
+                       pairs * (sizeof *s->pair_row + sizeof *s->pair_w) +
+                       s->m.n_experts * (sizeof(item) + sizeof(item *)),
+             tls = s->tls ? TLS_SHARED_BYTES + TIER_TLS_BYTES * (s->o.clients + MAX_STATUS) : 0,
+             fixed = OVERHEAD_BYTES + n * memory_tables(s) + client * s->o.clients +
+                     stager * MAX_STAGERS + scratch + tls + (s->o.has_gpu ? GPU_BYTES : 0) +
+                     (s->o.keep_dir ? KEEP_BYTES : 0),
+             per = st->slot_bytes + sizeof(slot) + sizeof *st->free;
     if (s->o.ram < fixed + per)
         return fail(FAIL_BUDGET, "--ram of %llu bytes is below what one expert needs: give %llu",
                     (unsigned long long)s->o.ram, (unsigned long long)(fixed + per));
     uint64_t room = (s->o.ram - fixed) / per;
     st->n_slots = room < n ? (uint32_t)room : (uint32_t)n;
+    return DONE;
+}
+
+static int memory_take(server *s) {
+    store *st = &s->st;
+    size_t lat = s->m.latent, n = (size_t)s->n_moe * s->m.n_experts,
+           pairs = (size_t)TIER_MAX_ROWS * s->m.top_k;
     st->bytes = take(st->n_slots, st->slot_bytes);
     st->slots = calloc(st->n_slots, sizeof *st->slots);
     st->free = calloc(st->n_slots, sizeof *st->free);
@@ -2184,8 +2197,8 @@ static int memory_open(server *s) {
     st->slot_of = malloc(n * sizeof *st->slot_of);
     st->vram_of = malloc(n * sizeof *st->vram_of);
     st->heat = calloc(n, sizeof *st->heat);
-    st->is_coming = calloc(n, 1);
-    st->is_written = calloc(n, 1);
+    st->is_coming = calloc(n, sizeof *st->is_coming);
+    st->is_written = calloc(n, sizeof *st->is_written);
     st->held = calloc(s->n_moe, tier_map_bytes(s->m.n_experts));
     st->version = calloc(s->n_moe, sizeof *st->version);
     s->zp = take(lat, sizeof(float));
@@ -2200,9 +2213,24 @@ static int memory_open(server *s) {
         !st->heat || !st->is_coming || !st->is_written || !st->held || !st->version || !s->zp ||
         !s->zpair || !s->hpair || !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w)
         return fail(FAIL_IO, "out of memory for %u experts", st->n_slots);
+    return DONE;
+}
+
+/* Slots, tables and scratch for the model that is known now; none of its experts is here. */
+static int memory_open(server *s) {
+    store *st = &s->st;
+    const k3_engine *const from[] = {s->e, s->part};
+    st->slot_bytes = (s->expert_bytes + 4095) / 4096 * 4096;
+    for (int k = 0; k < 2; k++)
+        if (from[k] && st->slot_bytes < k3_expert_room(from[k]))
+            st->slot_bytes = k3_expert_room(from[k]);
+    s->local_floats = 2 * (size_t)TIER_MAX_ROWS * ROW_TILE;
+    int rc = memory_plan(s);
+    if (rc == DONE) rc = memory_take(s);
+    if (rc != DONE) return rc;
     memory_readable(s);
-    memset(st->slot_of, 0xff, n * sizeof *st->slot_of);
-    memset(st->vram_of, 0xff, n * sizeof *st->vram_of);
+    for (size_t i = 0; i < (size_t)s->n_moe * s->m.n_experts; i++)
+        st->slot_of[i] = st->vram_of[i] = NONE;
     for (uint32_t i = st->n_slots; i-- > 0;) {
         st->free[st->n_free++] = i;
         st->slots[i].il = s->m.n_dense; /* an expert there is, though not this slot's */
@@ -2536,15 +2564,6 @@ static int bench(const options *o) {
     if (!o->has_gpu) return fail(FAIL_USAGE, "bench: of what? give --gpu");
     if (gpu_bench(3584, 3072, (int)o->gpu_device, o->vram, why, sizeof why) == 0) return DONE;
     return fail(FAIL_IO, "%s", why);
-}
-
-/* A closed stdin, stdout or stderr must not become the number of a socket or a shard: messages would
- * go there. */
-static void stdio_guard(void) {
-    for (int fd = 0; fd < 3; fd++)
-        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF &&
-            open("/dev/null", fd == 2 ? O_WRONLY : O_RDONLY) < 0)
-            abort();
 }
 
 int main(int argc, char **argv) {

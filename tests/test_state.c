@@ -907,8 +907,8 @@ static k3_engine *engine_hollow(const char *config_dir, uint64_t context) {
     k3_error err;
     if (!e || shape_read(&e->sh, config_dir, 1e-6f, &err) < 0) return NULL;
     pthread_mutex_init(&e->step, NULL);
-    pthread_mutex_init(&e->money, NULL);
-    e->mem = (ledger){.limit = 64ull << 30, .lock = &e->money};
+    pthread_mutex_init(&e->accounts, NULL);
+    e->mem = (ledger){.limit = 64ull << 30, .lock = &e->accounts};
     e->n_threads = engine_threads(0);
     e->chunk = 64;
     e->plan.context = context;
