@@ -2130,7 +2130,7 @@ static void disk_wait(disk *d, const io_req *r) {
 }
 
 static int sum_fail(const shard *s, uint64_t offset, uint64_t n, k3_error *err) {
-    return fail(err, K3_EIO,
+    return fail(err, K3_ECHECK,
                 "%s: %llu bytes at offset 0x%llx do not match their sum; the file is damaged, "
                 "download it again",
                 s->name, (unsigned long long)n, (unsigned long long)offset);
@@ -3020,15 +3020,22 @@ int64_t k3_pins_visit(const char *path, const k3_shape *sh, k3_pin_fn fn, void *
     char line[256];
     int64_t n = 0;
     int rc = 0;
-    FILE *f = fopen(path, "re");
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd >= 0 && (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))) { /* it is read twice */
+        close(fd);
+        return fail(err, K3_EIO, "%s: not a regular file", path);
+    }
+    FILE *f = fd >= 0 ? fdopen(fd, "r") : NULL;
     if (!f) return fail(err, K3_EIO, "%s: %s", path, strerror(errno));
     uint8_t *seen = calloc(((size_t)(sh->n_layers - sh->n_dense) * sh->n_experts + 7) / 8 + 1, 1);
     if (!seen) rc = fail(err, K3_ENOMEM, "%s: out of memory", path);
     for (int i_line = 1; rc == 0 && fgets(line, sizeof line, f); i_line++) {
         uint32_t il = 0, ie = 0;
         const char *at = line + strspn(line, " \t\r\n");
-        if (strlen(line) == sizeof line - 1)
-            rc = fail(err, K3_EUSAGE, "%s: line %d is too long", path, i_line);
+        size_t n_line = strlen(line);
+        if (n_line == 0 || (line[n_line - 1] != '\n' && !feof(f)))
+            rc = fail(err, K3_EUSAGE, "%s: line %d is too long, or no text", path, i_line);
         if (rc < 0 || *at == 0 || *at == '#') continue;
         if ((rc = pins_line(path, sh, at, i_line, &il, &ie, err)) < 0) break;
         size_t i = (size_t)(il - sh->n_dense) * sh->n_experts + ie;
@@ -3290,11 +3297,39 @@ static void sums_abandon(sums_out *o) {
     close(o->fd);
 }
 
-static int sums_save(const k3_engine *e, sums_out *o, uint64_t fingerprint, k3_error *err) {
+/* What is there says the same? Sums that differ tell that the weights are not what they were: they are
+ * not written over. A file that is damaged or of other weights tells nothing. */
+static int sums_compare(const k3_engine *e, const sums_out *o, const uint64_t *head,
+                        k3_error *err) {
+    uint64_t size, n_bad = 0, n_bytes = e->sums.n * sizeof(uint64_t), end;
+    int fd = access(o->path, F_OK) == 0 ? file_open(o->path, &size, NULL) : -1;
+    if (fd < 0) return 0;
+    void *p = size == SUMS_HEAD + n_bytes + 8
+                  ? mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, fd, 0)
+                  : MAP_FAILED;
+    close(fd);
+    if (p == MAP_FAILED) return 0;
+    const uint64_t *there = (const uint64_t *)(const void *)((const uint8_t *)p + SUMS_HEAD);
+    memcpy(&end, (const uint8_t *)p + SUMS_HEAD + n_bytes, 8);
+    if (memcmp(p, head, SUMS_HEAD) == 0 &&
+        XXH3_64bits_withSeed(there, (size_t)n_bytes, XXH3_64bits(head, SUMS_HEAD)) == end)
+        for (uint64_t i = 0; i < e->sums.n; i++) n_bad += there[i] != e->sums.sum[i];
+    munmap(p, (size_t)size);
+    if (n_bad == 0) return 0;
+    return fail(err, K3_ECHECK,
+                "%s: %llu of %llu sums do not match what was read now: the weights were damaged or "
+                "replaced since; `k3 verify` names the places, --no-check writes new sums anyway",
+                o->path, (unsigned long long)n_bad, (unsigned long long)e->sums.n);
+}
+
+static int sums_save(const k3_engine *e, sums_out *o, uint64_t fingerprint, bool compares,
+                     k3_error *err) {
     uint64_t head[SUMS_HEAD / 8], n_bytes = e->sums.n * sizeof(uint64_t), end;
+    int rc;
     memcpy(head, SUMS_MAGIC, 8);
     head[1] = fingerprint;
     head[2] = e->sums.n;
+    if (compares && (rc = sums_compare(e, o, head, err)) < 0) return rc;
     end = XXH3_64bits_withSeed(e->sums.sum, (size_t)n_bytes, XXH3_64bits(head, SUMS_HEAD));
     bool is_ok = ftruncate(o->fd, 0) == 0 && slice_write_all(o->fd, head, SUMS_HEAD) &&
                  slice_write_all(o->fd, e->sums.sum, n_bytes) && slice_write_all(o->fd, &end, 8) &&
@@ -5999,7 +6034,7 @@ static int verify_copies(verify *v) {
     return rc;
 }
 
-static int64_t verify_all(k3_engine *e, bool is_writing, k3_error *err) {
+static int64_t verify_all(k3_engine *e, bool is_writing, bool compares, k3_error *err) {
     const k3_options *o = &e->opt;
     uint64_t room = io_room(piece_max_bytes(&e->files, &e->sh)), fingerprint = 0;
     if (room < plan_bounce(e)) room = plan_bounce(e);
@@ -6023,21 +6058,24 @@ static int64_t verify_all(k3_engine *e, bool is_writing, k3_error *err) {
     if (rc == 0 && !v.buf) rc = e->mem.why;
     if (rc == 0) rc = verify_copies(&v);
     ledger_give(&e->mem, v.buf, VERIFY_AHEAD * room);
-    if (rc == 0 && is_writing) rc = sums_save(e, &out, fingerprint, err);
+    if (rc == 0 && is_writing) rc = sums_save(e, &out, fingerprint, compares, err);
     sums_abandon(&out);
     return rc < 0 ? rc : v.n_experts;
 }
 
 /* Sums change hands: no step meanwhile. */
-static int64_t verify_alone(k3_engine *e, bool is_writing, k3_error *err) {
+static int64_t verify_alone(k3_engine *e, bool is_writing, bool compares, k3_error *err) {
     pthread_mutex_lock(&e->step);
-    int64_t rc = verify_all(e, is_writing, err);
+    int64_t rc = verify_all(e, is_writing, compares, err);
     pthread_mutex_unlock(&e->step);
     return rc;
 }
 
-int64_t k3_engine_verify(k3_engine *e, k3_error *err) { return verify_alone(e, false, err); }
-int64_t k3_engine_write_sums(k3_engine *e, k3_error *err) { return verify_alone(e, true, err); }
+int64_t k3_engine_verify(k3_engine *e, k3_error *err) { return verify_alone(e, false, false, err); }
+
+int64_t k3_engine_write_sums(k3_engine *e, bool is_anew, k3_error *err) {
+    return verify_alone(e, true, !is_anew, err);
+}
 
 /* ==== 18. What the tier server shares ================================================
  *

@@ -191,12 +191,13 @@ const k3_plan *k3_engine_plan(const k3_engine *e); /* headers_only: n_slots 0 be
 
 /* Read every copy of every expert and every trunk tensor once and check what can be checked:
  * lengths, scale codes (at most 252), finite trunk values, sums if there are any. Works headers_only.
- * Returns the number of experts checked, or K3_EMODEL / K3_EIO naming the first fault. */
+ * Returns the number of experts checked, or K3_EMODEL, K3_ECHECK (a sum), K3_EIO naming the first fault. */
 int64_t k3_engine_verify(k3_engine *e, k3_error *err);
 
-/* The same without regard to older sums, and keep an XXH3 of everything as k3_options.sums says.
- * Mirrors are compared with model_dir's copy. Engines opened later check each read with it. */
-int64_t k3_engine_write_sums(k3_engine *e, k3_error *err);
+/* The same with no_check, and keep an XXH3 of everything as k3_options.sums says. Sums that are there,
+ * of the same files, must say the same (K3_ECHECK, and they stay) unless is_anew. Mirrors are compared
+ * with model_dir's copy. Engines opened later check each read with it. */
+int64_t k3_engine_write_sums(k3_engine *e, bool is_anew, k3_error *err);
 
 /* The kernel sets this build links, best last, in a NULL-ended array, and whether
  * this CPU can run one. */
@@ -292,6 +293,9 @@ typedef struct {
 #define K3_STATE_APP_MAX (1u << 20)
 int k3_session_save(k3_session *s, const char *path, const void *app, size_t n_app,
                     k3_state_info *info, k3_error *err);
+
+/* Could a state be written to `path` now? Asked before the hours that make it. K3_EIO, K3_EUSAGE. */
+int k3_state_can_save(const char *path, k3_error *err);
 
 /* Put the session where the saved one was. `app`, `n_app` and `info` may be NULL; else *app is
  * the caller's to free(), and NULL when there is none. After an error the session is as new.

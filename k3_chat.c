@@ -2882,7 +2882,7 @@ static int render_file(const cli_args *a, k3_tokenizer *t) {
     k3_error err = {{0}};
     buf text = {0};
     size_t at = 0;
-    int rc = blob_read(&file, a->render), status = K3_OK;
+    int rc = blob_read(&file, a->render, SIZE_MAX), status = K3_OK;
     buf_add(&text, file.p, file.n); /* with a NUL behind */
     free(file.p);
     if (rc == DONE && text.is_short) rc = fail_memory(name, file.n);

@@ -12,6 +12,7 @@
  */
 #include "experts.h"
 #include "k3_cli.h"
+#include "slice.h"
 
 #include <ctype.h>
 #include <dirent.h>
@@ -583,8 +584,9 @@ static size_t edit_distance(const char *a, const char *b) {
 
 /* Keep `name` in *best when it is nearer to `typed` than what is there. */
 void nearest(const char *typed, const char *name, const char **best, size_t *distance) {
-    size_t d = edit_distance(typed, name);
-    if (d < *distance && d * 2 < strlen(name)) {
+    size_t n = strlen(typed), d = edit_distance(typed, name);
+    if (n >= 4 && strncmp(typed, name, n) == 0) d = 0; /* cut short */
+    if (d < *distance && d * 2 < strlen(name + strspn(name, "-"))) {
         *distance = d;
         *best = name;
     }
@@ -701,7 +703,9 @@ void console_clear(console *c) {
 void console_note(void *user, const char *line) {
     console *c = user;
     console_clear(c);
-    if (!c->is_quiet) say("note: %s", line);
+    if (c->is_quiet) return;
+    if (c->hides_compute) fputc('\n', stderr); /* the answer is on the same line */
+    say("note: %s", line);
 }
 
 /* The answer's n_said-th id of at most n_want is to be run; n_said 0: a prompt is. */
@@ -821,8 +825,8 @@ static int console_progress(void *user, const k3_progress *p) {
  * lists of ids, the model directory with the bundled model as the default, and output files
  * that are whole or absent.
  */
-/* The whole of a file; "-" is stdin. */
-int blob_read(blob *b, const char *path) {
+/* The whole of a file, of at most so many bytes; "-" is stdin. */
+int blob_read(blob *b, const char *path, size_t most) {
     bool is_stdin = strcmp(path, "-") == 0;
     const char *name = is_stdin ? "stdin" : path;
     FILE *f = is_stdin ? stdin : fopen(path, "rb");
@@ -840,7 +844,11 @@ int blob_read(blob *b, const char *path) {
         }
         size_t got = fread(b->p + b->n, 1, cap - b->n, f);
         b->n += got;
-        if (got == 0) break;
+        if (b->n > most)
+            rc = fail(FAIL_IO,
+                      "%s: more than %zu bytes: no text of that length fits --context and --ram",
+                      name, most);
+        if (got == 0 || rc != DONE) break;
     }
     if (rc == DONE && ferror(f)) rc = fail(FAIL_IO, "%s: %s", name, strerror(errno));
     if (!is_stdin) fclose(f);
@@ -881,11 +889,9 @@ static int ids_encode(id_list *out, k3_tokenizer *t, const char *text, size_t n_
     return DONE;
 }
 
-/* The prompt as given: exactly one of the argument, --prompt-file and --ids. Text goes to
- * `text`; with --ids `text` stays empty and `ids` is filled. */
-static int prompt_read(const cli_args *a, blob *text, id_list *ids, const char *command) {
+/* One prompt, and not two? */
+static int prompt_check(const cli_args *a, const char *command) {
     int n_source = (a->arg != NULL) + (a->prompt_file != NULL) + (a->ids != NULL);
-    int rc = DONE;
     if (n_source == 0)
         return fail(FAIL_USAGE,
                     "%s needs a prompt: text, --prompt-file FILE, --ids N,N or - for stdin",
@@ -893,9 +899,30 @@ static int prompt_read(const cli_args *a, blob *text, id_list *ids, const char *
     if (n_source > 1)
         return fail(FAIL_USAGE,
                     "%s takes one prompt: text, --prompt-file or --ids, not two of them", command);
+    return DONE;
+}
+
+/* Bytes that a prompt may have before it is known how many ids they are: as many as the longest ids
+ * for all positions, and with its ids in a part of --ram. What config.json lacks is said later. */
+static size_t prompt_most(const cli_args *a, const char *dir, const k3_tokenizer *t) {
+    k3_shape sh;
+    size_t longest = 1, n;
+    if (!t || k3_config_read(&sh, dir, NULL) < 0) return SIZE_MAX;
+    for (uint32_t id = 0; id < sh.vocab_size; id++)
+        if (k3_id_bytes(t, id, &n) && n > longest) longest = n;
+    uint64_t positions = a->context ? a->context : sh.max_position;
+    size_t most = (size_t)(positions * longest), part = (size_t)(a->ram / 8);
+    return part > 0 && part < most ? part : most;
+}
+
+/* The prompt as given: exactly one of the argument, --prompt-file and --ids. Text goes to
+ * `text`; with --ids `text` stays empty and `ids` is filled. */
+static int prompt_read(const cli_args *a, blob *text, size_t most, id_list *ids,
+                       const char *command) {
+    int rc = DONE;
     if (a->ids) return ids_parse(ids, a->ids, strlen(a->ids), "--ids");
     if (a->prompt_file || strcmp(a->arg, "-") == 0) {
-        rc = blob_read(text, a->prompt_file ? a->prompt_file : "-");
+        rc = blob_read(text, a->prompt_file ? a->prompt_file : "-", most);
     } else {
         text->n = strlen(a->arg);
         text->p = malloc(text->n + 1);
@@ -913,6 +940,13 @@ static bool is_model_dir(const char *dir) {
            access(path, R_OK) == 0;
 }
 
+/* What `k3 slice` made. */
+static bool is_slice(const char *dir) {
+    char path[4096];
+    return snprintf(path, sizeof path, "%s/" SLICE_NAME, dir) < (int)sizeof path &&
+           access(path, F_OK) == 0;
+}
+
 int dir_check(const char *option, const char *dir, const char *holds) {
     struct stat st;
     if (stat(dir, &st) != 0) return fail(FAIL_MODEL, "%s %s: %s", option, dir, strerror(errno));
@@ -921,8 +955,8 @@ int dir_check(const char *option, const char *dir, const char *holds) {
                 holds);
 }
 
-/* The directory to open: --model, or the bundled model, which is said. */
-int model_find(const cli_args *a, const char **dir) {
+/* The directory to open: --model, or the bundled model. */
+static int model_locate(const cli_args *a, const char **dir) {
     static const char *const bundled[] = {K3_DEMO_DIR,
 #ifdef K3_SHARE_DIR
                                           K3_SHARE_DIR,
@@ -938,15 +972,28 @@ int model_find(const cli_args *a, const char **dir) {
         if (!is_model_dir(a->model))
             return fail(FAIL_MODEL, "--model %s: no readable config.json there, so no model",
                         a->model);
-        return DONE;
+        return is_slice(a->model) ? fail(FAIL_MODEL,
+                                         "--model %s: a slice: some experts and nothing else; "
+                                         "`k3-tier --slice` serves it",
+                                         a->model)
+                                  : DONE;
     }
     for (size_t i = 0; i < COUNT(bundled) && !*dir; i++)
         if (is_model_dir(bundled[i])) *dir = bundled[i];
     if (!*dir)
         return fail(FAIL_USAGE, "no --model DIR given, and the bundled model is not at %s",
                     K3_DEMO_DIR);
-    if (!a->quiet) say("no --model given: using the small bundled model, %s", *dir);
     return DONE;
+}
+
+static void model_say(const cli_args *a, const char *dir) {
+    if (!a->model && !a->quiet) say("no --model given: using the small bundled model, %s", dir);
+}
+
+int model_find(const cli_args *a, const char **dir) {
+    int rc = model_locate(a, dir);
+    if (rc == DONE) model_say(a, *dir);
+    return rc;
 }
 
 /* A line such as "VmHWM:  1234 kB" of a file in /proc, as bytes; 0 where there is none. */
@@ -978,7 +1025,7 @@ void engine_gpu(const cli_args *a, k3_options *o) {
         return;
     }
     console_clear(o->user);
-    fprintf(stderr, "k3: %s; going on without\n", why);
+    if (!a->quiet) say("%s; going on without", why);
 }
 
 /* The engine's options as the command line has them; notes and progress go to `con`. */
@@ -1095,15 +1142,6 @@ static int outfile_begin(outfile *o) {
                                            : fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
 }
 
-/* Two outputs in one file would be neither. */
-static int outfile_differ(const outfile *a, const outfile *b) {
-    struct stat x, y;
-    if (!a->f || !b->f || fstat(fileno(a->f), &x) != 0 || fstat(fileno(b->f), &y) != 0 ||
-        !S_ISREG(x.st_mode) || x.st_dev != y.st_dev || x.st_ino != y.st_ino)
-        return DONE;
-    return fail(FAIL_USAGE, "%s and %s are one file; two outputs need two", a->path, b->path);
-}
-
 static int outfile_write(outfile *o, const void *p, size_t n_bytes) {
     if (fwrite(p, 1, n_bytes, o->f) == n_bytes) return DONE;
     return fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
@@ -1119,7 +1157,7 @@ static int outfile_close(outfile *o, bool keep) {
     if (fclose(o->f) != 0 && keep && !had_error)
         rc = fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
     else if (had_error)
-        rc = keep ? fail(FAIL_IO, "%s: write error", o->path) : FAIL_IO;
+        rc = keep ? fail(FAIL_IO, "%s: write error; is the disk full?", o->path) : FAIL_IO;
     if ((rc != DONE || !keep) && is_file && (o->is_new || o->is_begun)) remove(o->path);
     o->f = NULL;
     return rc;
@@ -1358,8 +1396,10 @@ static int run_state_ahead(run_state *r) {
     k3_error err = {{0}};
     if (is_given(a, "--cache-size") && !a->cache)
         return fail(FAIL_USAGE, "--cache-size: of which cache? give --cache DIR as well");
+    int status = a->save ? k3_state_can_save(a->save, &err) : 0;
+    if (status < 0) return fail(exit_code(status), "--save: %s", err.text);
     if (!a->load) return DONE;
-    int status = k3_state_check(a->load, false, &head, &err);
+    status = k3_state_check(a->load, false, &head, &err);
     if (status < 0) return fail_status(status, &err);
     r->n_loaded = head.n_pos;
     return DONE;
@@ -1508,9 +1548,12 @@ static uint64_t run_bytes(const run_state *r, uint64_t context) {
 static int run_open(run_state *r) {
     const cli_args *a = r->a;
     uint64_t context = 0;
-    int rc = prompt_read(a, &r->prompt, &r->prompt_ids, "run");
-    if (rc == DONE) rc = model_find(a, &r->dir);
+    int rc = prompt_check(a, "run");
+    if (rc == DONE) rc = model_locate(a, &r->dir);
     if (rc == DONE) rc = tokenizer_open(&r->t, a, r->dir);
+    if (rc == DONE)
+        rc = prompt_read(a, &r->prompt, prompt_most(a, r->dir, r->t), &r->prompt_ids, "run");
+    if (rc == DONE) model_say(a, r->dir);
     if (rc == DONE && !a->ids)
         rc = ids_encode(&r->prompt_ids, r->t, r->prompt.p, r->prompt.n, a->control);
     if (rc != DONE) return rc;
@@ -1523,9 +1566,6 @@ static int run_open(run_state *r) {
     if (rc == DONE && a->dump_logits) rc = outfile_open(&r->dump, a->dump_logits);
     if (rc == DONE && a->trace && a->trace[0]) rc = outfile_open(&r->trace, a->trace);
     if (rc == DONE && a->routing) rc = outfile_open(&r->routing, a->routing);
-    if (rc == DONE) rc = outfile_differ(&r->dump, &r->trace);
-    if (rc == DONE) rc = outfile_differ(&r->dump, &r->routing);
-    if (rc == DONE) rc = outfile_differ(&r->trace, &r->routing);
     if (rc != DONE) return rc;
     signals_catch();
     uint64_t start = clock_ns();
@@ -1608,6 +1648,8 @@ static int run_prompt(run_state *r) {
 static int run_step(run_state *r, uint32_t id) {
     k3_error err = {{0}};
     uint64_t start = clock_ns();
+    r->con.n_grace =
+        r->a->save ? 1 : 0; /* a step given up costs the state: the first Ctrl-C waits */
     console_answer(&r->con, r->said.n, r->a->tokens);
     int status = timeline_feed(&r->line, &id, 1, &err);
     console_clear(&r->con);
@@ -1615,9 +1657,10 @@ static int run_step(run_state *r, uint32_t id) {
     if (status == K3_ECANCEL) return INTERRUPTED;
     if (status < 0) return run_fail_status(r, status, &err);
     r->n_step++;
-    if (r->trace.f && ferror(r->trace.f)) return fail(FAIL_IO, "%s: write error", r->trace.path);
+    if (r->trace.f && ferror(r->trace.f))
+        return fail(FAIL_IO, "%s: write error; is the disk full?", r->trace.path);
     if (r->routing.f && ferror(r->routing.f))
-        return fail(FAIL_IO, "%s: write error", r->routing.path);
+        return fail(FAIL_IO, "%s: write error; is the disk full?", r->routing.path);
     return r->dump.f ? outfile_write(&r->dump, r->line.row, r->line.n_vocab * sizeof(float)) : DONE;
 }
 
@@ -1824,10 +1867,10 @@ static int cmd_run(const cli_args *a) {
         if (said != DONE) rc = said;
     }
     bool keep = has_answer && (rc == DONE || rc == INTERRUPTED);
-    if (has_answer && rc == DONE)
-        rc = run_state_keep(&r);
-    else if (a->save && keep)
-        say("interrupted: %s was not written", a->save);
+    if (keep && (rc == DONE || a->save)) {
+        int kept = run_state_keep(&r);
+        if (kept != DONE) rc = kept;
+    }
     int dumped = outfile_close(&r.dump, keep), traced = outfile_close(&r.trace, keep);
     int routed = outfile_close(&r.routing, keep);
     run_close(&r);
@@ -1902,7 +1945,8 @@ static int cmd_tokenize(const cli_args *a) {
     const char *dir;
     k3_error err = {{0}};
     if (a->decode && !a->ids) return fail(FAIL_USAGE, "tokenize --decode needs --ids N,N,...");
-    int rc = prompt_read(a, &text, &ids, "tokenize");
+    int rc = prompt_check(a, "tokenize");
+    if (rc == DONE) rc = prompt_read(a, &text, SIZE_MAX, &ids, "tokenize");
     if (rc == DONE) rc = model_find(a, &dir);
     if (rc != DONE) goto done;
     int status = k3_tokenizer_open(&t, dir, &err);
@@ -1944,6 +1988,7 @@ typedef struct {
     console con;
     k3_engine *e;
     k3_tokenizer *t;
+    k3_shape shape;
     timeline line;
     id_list *prompt;
     size_t n_prompt;
@@ -1975,9 +2020,19 @@ static int bench_add(bench_state *b, const char *line, size_t n, size_t i_line) 
     id_list *ids = &b->prompt[b->n_prompt++];
     *ids = (id_list){NULL, 0};
     snprintf(what, sizeof what, "--prompts, line %zu", i_line);
-    if (n >= 4 && memcmp(line, "ids:", 4) == 0) return ids_parse(ids, line + 4, n - 4, what);
-    if (!b->t) return fail(FAIL_USAGE, "%s: a model without tiktoken.model takes ids: lines", what);
-    return ids_encode(ids, b->t, line, n, b->a->control);
+    bool is_ids = n >= 4 && memcmp(line, "ids:", 4) == 0;
+    if (!is_ids && !b->t)
+        return fail(FAIL_USAGE, "%s: a model without tiktoken.model takes ids: lines", what);
+    int rc = is_ids ? ids_parse(ids, line + 4, n - 4, what)
+                    : ids_encode(ids, b->t, line, n, b->a->control);
+    for (size_t i = 0; rc == DONE && i < ids->n; i++)
+        if (ids->id[i] >= b->shape.vocab_size)
+            rc = fail(FAIL_USAGE, "%s: number %zu, %u, is not below the vocabulary of %u", what,
+                      i + 1, (unsigned)ids->id[i], (unsigned)b->shape.vocab_size);
+    if (rc == DONE && ids->n + b->a->tokens > b->shape.max_position)
+        rc = fail(exit_code(K3_EFULL), "%s: %zu ids and --tokens %llu, and this model holds %u",
+                  what, ids->n, (unsigned long long)b->a->tokens, (unsigned)b->shape.max_position);
+    return rc;
 }
 
 static int bench_prompts(bench_state *b) {
@@ -1988,7 +2043,7 @@ static int bench_prompts(bench_state *b) {
             rc = bench_add(b, BENCH_PROMPT[i], strlen(BENCH_PROMPT[i]), i + 1);
         return rc;
     }
-    rc = blob_read(&file, b->a->prompts);
+    rc = blob_read(&file, b->a->prompts, b->a->ram ? (size_t)(b->a->ram / 8) : SIZE_MAX);
     for (size_t at = 0, i_line = 1; at < file.n && rc == DONE; i_line++) {
         const char *end = memchr(file.p + at, '\n', file.n - at);
         size_t n = end ? (size_t)(end - (file.p + at)) : file.n - at;
@@ -2007,6 +2062,8 @@ static int bench_open(bench_state *b) {
     uint64_t most = 0, bytes = 0;
     int rc = model_find(a, &b->dir);
     if (rc != DONE) return rc;
+    int read = k3_config_read(&b->shape, b->dir, &err);
+    if (read < 0) return fail_status(read, &err);
     snprintf(path, sizeof path, "%s/tiktoken.model", b->dir);
     if (!a->prompts || access(path, F_OK) == 0) {
         int status = k3_tokenizer_open(&b->t, b->dir, &err);
@@ -2226,7 +2283,7 @@ static int replay_parse(replay_trace *t, const char *path, char *text, size_t i_
 
 static int replay_read(replay_trace *t, const char *path) {
     blob file = {NULL, 0};
-    int rc = blob_read(&file, path), n_head = 0;
+    int rc = blob_read(&file, path, SIZE_MAX), n_head = 0;
     size_t n_line = 0;
     if (rc != DONE) return rc;
     for (size_t i = 0; i < file.n; i++) n_line += file.p[i] == '\n';
@@ -2907,7 +2964,8 @@ static int cmd_verify(const cli_args *a) {
             GOLDEN_LAYERS, GOLDEN_VOCAB, (unsigned)s->n_layers, (unsigned)s->vocab_size);
         goto done;
     }
-    int64_t n = a->write_sums ? k3_engine_write_sums(e, &err) : k3_engine_verify(e, &err);
+    int64_t n =
+        a->write_sums ? k3_engine_write_sums(e, a->no_check, &err) : k3_engine_verify(e, &err);
     console_clear(&con);
     if (n < 0) {
         rc = fail_status((int)n, &err);
@@ -3138,7 +3196,7 @@ static int cmd_info(const cli_args *a) {
 /* ---- cache ---- */
 
 typedef struct {
-    uint64_t n, n_bytes, n_bad;
+    uint64_t n, n_bytes, n_bad, n_closed; /* damaged; not to be opened */
     bool checks; /* every byte */
 } cache_walk;
 
@@ -3156,7 +3214,8 @@ static int cache_visit(void *user, const char *path, const k3_state_head *head, 
     if (rc == K3_EIO && access(path, F_OK) != 0) return 0; /* evicted meanwhile: no fault */
     w->n++;
     w->n_bytes += head->file_bytes;
-    w->n_bad += rc < 0;
+    w->n_bad += rc < 0 && rc != K3_EIO;
+    w->n_closed += rc == K3_EIO;
     if (rc < 0) {
         say("%s", err.text);
     } else if (!w->checks) {
@@ -3181,7 +3240,7 @@ static int cache_remove(const cli_args *a) {
 
 static int cmd_cache(const cli_args *a) {
     static const char *const verb[] = {"ls", "rm", "verify"};
-    cache_walk w = {0, 0, 0, false};
+    cache_walk w = {.n = 0};
     k3_error err = {{0}};
     char size[32];
     size_t i = 0;
@@ -3196,7 +3255,9 @@ static int cmd_cache(const cli_args *a) {
     int64_t n = k3_cache_list(a->arg2, cache_visit, &w, &err);
     if (n < 0) return fail_status((int)n, &err);
     printf("%llu entries, %s%s\n", (unsigned long long)w.n, fmt_bytes(size, w.n_bytes),
-           w.checks && !w.n_bad ? ", every byte checked: no fault" : "");
+           w.checks && !w.n_bad && !w.n_closed ? ", every byte checked: no fault" : "");
+    if (w.n_closed && !w.n_bad)
+        return fail(FAIL_IO, "%llu cannot be read", (unsigned long long)w.n_closed);
     if (w.n_bad)
         return fail(FAIL_CHECK, "%llu damaged; the next run that wants one removes it",
                     (unsigned long long)w.n_bad);
@@ -3379,6 +3440,79 @@ static int fail_no_command(const char *arg) {
     return fail(FAIL_USAGE, "unknown option %s: see `k3 help`", arg);
 }
 
+/* ---- Files that are named ---- */
+
+/* Options with a file's name, on the command line; `is_out`: it is written. */
+typedef struct {
+    const char *name, *path;
+    bool is_out;
+} file_arg;
+
+enum { MAX_FILE_ARGS = 16 };
+
+static size_t args_files(const cli_args *a, file_arg *f) {
+    const file_arg all[] = {{"--save", a->save, true},
+                            {"--dump-logits", a->dump_logits, true},
+                            {"--trace-hash", a->trace && a->trace[0] ? a->trace : NULL, true},
+                            {"--trace", a->routing, true},
+                            {"--write-pins", a->write_pins, true},
+                            {"--prompt-file", a->prompt_file, false},
+                            {"--prompts", a->prompts, false},
+                            {"--render", a->render, false},
+                            {"--load", a->load, false},
+                            {"--pins", a->pins, false},
+                            {"--sums", a->sums, false},
+                            {"--replay", a->replay, false},
+                            {"--psk-file", a->psk_file, false},
+                            {"--tier-ca", a->tier_ca, false},
+                            {"--tier-cert", a->tier_cert, false},
+                            {"--tier-key", a->tier_key, false}};
+    size_t n = 0;
+    for (size_t i = 0; i < COUNT(all); i++)
+        if (all[i].path) f[n++] = all[i];
+    return n;
+}
+
+/* The same file, or the same name of one that is not there yet. */
+static bool is_same_file(const char *a, const char *b) {
+    struct stat x, y;
+    bool has_a = stat(a, &x) == 0, has_b = stat(b, &y) == 0;
+    if (has_a != has_b) return false;
+    if (has_a) return S_ISREG(x.st_mode) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
+    const char *leaf_a = strrchr(a, '/'), *leaf_b = strrchr(b, '/');
+    leaf_a = leaf_a ? leaf_a + 1 : a;
+    leaf_b = leaf_b ? leaf_b + 1 : b;
+    if (strcmp(leaf_a, leaf_b) != 0) return false;
+    char dir_a[4096], dir_b[4096];
+    snprintf(dir_a, sizeof dir_a, "%.*s.", (int)(leaf_a - a), a);
+    snprintf(dir_b, sizeof dir_b, "%.*s.", (int)(leaf_b - b), b);
+    return stat(dir_a, &x) == 0 && stat(dir_b, &y) == 0 && x.st_dev == y.st_dev &&
+           x.st_ino == y.st_ino;
+}
+
+/* What is written is written over: it must be nothing that is read, nor written by another option. A
+ * state may go on in place. */
+static int args_for_files(const cli_args *a) {
+    file_arg f[MAX_FILE_ARGS];
+    size_t n = args_files(a, f);
+    for (size_t i = 0; i < n; i++) {
+        if (f[i].path[0] == 0)
+            return fail(FAIL_USAGE, "%s: an empty name; give a file's", f[i].name);
+        if (f[i].is_out && strcmp(f[i].path, "-") == 0)
+            return fail(FAIL_USAGE, "%s -: stdout is for the answer; give a file's name",
+                        f[i].name);
+        for (size_t k = i + 1; f[i].is_out && k < n; k++) {
+            if (!is_same_file(f[i].path, f[k].path)) continue;
+            if (f[i].path == a->save && f[k].path == a->load) continue;
+            return fail(FAIL_USAGE, "%s %s and %s %s are one file; %s", f[i].name, f[i].path,
+                        f[k].name, f[k].path,
+                        f[k].is_out ? "two outputs need two"
+                                    : "what is read would be written over");
+        }
+    }
+    return DONE;
+}
+
 /* Options about boxes, and no box: a slip, and what it was to protect is not. How long a box is waited
  * for may be said without one: nothing is lost. */
 static int args_for_boxes(const cli_args *a) {
@@ -3415,6 +3549,7 @@ static int dispatch(int argc, char **argv) {
     int rc = args_parse(&a, cmd, argc - 2, argv + 2, &wants_help);
     if (wants_help) return help_command(cmd);
     if (rc == DONE) rc = args_for_boxes(&a);
+    if (rc == DONE) rc = args_for_files(&a);
     return rc != DONE ? rc : cmd->run(&a);
 }
 
@@ -3430,6 +3565,7 @@ int main(int argc, char **argv) {
     stdio_guard();
     files_allow();
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* a write that says so is better */
     int rc = dispatch(argc, argv);
     if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);
     return rc;

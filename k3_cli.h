@@ -150,7 +150,7 @@ typedef struct {
     size_t n;
 } id_list;
 
-int blob_read(blob *b, const char *path);
+int blob_read(blob *b, const char *path, size_t most);
 void put_escaped(const char *bytes, size_t n);
 int dir_check(const char *option, const char *dir, const char *holds);
 int model_find(const cli_args *a, const char **dir);

@@ -690,18 +690,35 @@ static int session_check(const k3_session *s, k3_error *err) {
     return 0;
 }
 
-/* `path` is resolved: what it links to is replaced, not the link. */
-static int save_to(k3_session *s, const char *path, const void *app, size_t n_app, head *h,
-                   k3_error *err) {
-    char temp[PATH_BYTES];
+/* The temporary file beside `path`: a descriptor, or an error. */
+static int save_begin(const char *path, char temp[PATH_BYTES], k3_error *err) {
     struct stat st;
-    if (snprintf(temp, sizeof temp, "%s.tmp", path) >= (int)sizeof temp)
+    if (path[0] == 0) return fail(err, K3_EUSAGE, "a state needs a file with a name");
+    if (snprintf(temp, PATH_BYTES, "%s.tmp", path) >= PATH_BYTES)
         return fail(err, K3_EUSAGE, "%.200s...: the name is too long", path);
     if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
         return fail(err, K3_EIO, "%s: not a regular file", path);
     int fd, rc = temp_open(temp, &fd, err);
     if (rc == 0 && fd < 0) rc = fail(err, K3_EIO, "%s: another process is writing it", temp);
-    if (rc < 0) return rc;
+    return rc < 0 ? rc : fd;
+}
+
+int k3_state_can_save(const char *path, k3_error *err) {
+    char temp[PATH_BYTES], *real = realpath(path, NULL);
+    int fd = save_begin(real ? real : path, temp, err);
+    free(real);
+    if (fd < 0) return fd;
+    unlink(temp);
+    close(fd);
+    return 0;
+}
+
+/* `path` is resolved: what it links to is replaced, not the link. */
+static int save_to(k3_session *s, const char *path, const void *app, size_t n_app, head *h,
+                   k3_error *err) {
+    char temp[PATH_BYTES];
+    int fd = save_begin(path, temp, err), rc;
+    if (fd < 0) return fd;
     rc = state_write(s, fd, temp, app, n_app, h, err);
     if (rc == 0 && fsync(fd) != 0) rc = fail(err, K3_EIO, "%s: fsync: %s", temp, strerror(errno));
     if (rc == 0 && rename(temp, path) != 0)

@@ -506,8 +506,14 @@ check "verify with sums" 0 "" "$K3" verify -q --model "$T/model" --mirror "$DEMO
 grep -q "sums too" "$T/out" && pass "verify says so" || fail "verify says so" "$(cat "$T/out")"
 check "run with sums" 0 "logits_fnv e872884d0510aac5" "$K3" run --model "$T/model" "$PARIS"
 printf '\001' | dd of="$T/model/model-00001-of-000003.safetensors" bs=1 seek=500000 conv=notrunc 2>/dev/null
-check "a damaged byte: verify" 1 "model-00001.*offset 0x[0-9a-f]+ do not match their sum" "$K3" verify -q --model "$T/model"
-check "a damaged byte: run" 1 "model-00001.*offset 0x[0-9a-f]+ do not match their sum" "$K3" run -q --model "$T/model" "$PARIS"
+check "a damaged byte: verify" 5 "model-00001.*offset 0x[0-9a-f]+ do not match their sum" "$K3" verify -q --model "$T/model"
+check "a damaged byte: run" 5 "model-00001.*offset 0x[0-9a-f]+ do not match their sum" "$K3" run -q --model "$T/model" "$PARIS"
+check "a damaged byte: new sums would hide it" 5 "1 of [0-9]+ sums do not match" "$K3" verify -q --write-sums --model "$T/model"
+check "a damaged byte: it is not hidden" 5 "do not match their sum" "$K3" verify -q --model "$T/model"
+cp "$T/model/k3.sums" "$T/true.sums"
+check "a damaged byte: new sums anyway" 0 "" "$K3" verify -q --write-sums --no-check --model "$T/model"
+cmp -s "$T/model/k3.sums" "$T/true.sums" && fail "new sums anyway" "not written" || pass "new sums anyway"
+cp "$T/true.sums" "$T/model/k3.sums"
 check "a damaged byte: from the mirror" 0 "logits_fnv e872884d0510aac5" "$K3" run --model "$T/model" --mirror "$DEMO" "$PARIS"
 check "a damaged byte: --no-check" 0 "" "$K3" run -q --no-check --model "$T/model" "$PARIS"
 check "sums that are not there" 1 "none.sums: No such file" "$K3" run -q --sums "$T/none.sums" "$PARIS"
@@ -562,6 +568,34 @@ for option in --trace --dump-logits --trace-hash; do
 done
 check "one file for two outputs" 2 "are one file" "$K3" run -q --ids 1 --tokens 1 --trace "$T/keep" --dump-logits "$T/keep"
 expect "one file: left" "$(cat "$T/keep")" precious
+# What is written is nothing that is read, nor what another option writes.
+echo "hello" >"$T/read"
+check "the prompt written over" 2 "are one file.*written over" "$K3" run -q --prompt-file "$T/read" --trace "$T/read"
+check "pins written over" 2 "are one file.*written over" "$K3" run -q --ids 1 --pins "$T/read" --dump-logits "$T/../${T##*/}/read"
+check "a trace written over" 2 "are one file.*written over" "$K3" bench --replay "$T/read" --write-pins "$T/read"
+check "a new file for two outputs" 2 "two outputs need two" "$K3" run -q --ids 1 --save "$T/both" --trace "$T/./both"
+expect "what is read is left" "$(cat "$T/read")" hello
+check "an empty name" 2 "an empty name" "$K3" run -q --ids 1 --save ""
+check "no file called -" 2 "stdout is for the answer" "$K3" run -q --ids 1 --trace -
+check "--load and --save in place" 0 "" sh -c "'$K3' run -q --ids 1 --tokens 1 --save '$T/place' >'$T/out' && '$K3' run -q --ids 2 --tokens 1 --load '$T/place' --save '$T/place'"
+
+# --save is tried before the work.
+mkdir "$T/dir"
+echo precious >"$T/foreign.tmp"
+check "--save into no directory" 1 "^k3: --save: .*nodir/x.tmp: No such file" "$K3" run -q --ids 1 --save "$T/nodir/x"
+check "--save to a directory" 1 "not a regular file" "$K3" run -q --ids 1 --save "$T/dir"
+check "--save beside a file of somebody's" 1 "is in the way" "$K3" run -q --ids 1 --save "$T/foreign"
+expect "it is left" "$(cat "$T/foreign.tmp")" precious
+
+# Files without an end, and such as are no text.
+check "a prompt without an end" 1 "more than [0-9]+ bytes: no text of that length fits" "$K3" run -q --ram 60M --prompt-file /dev/zero
+check "prompts without an end" 1 "more than [0-9]+ bytes" "$K3" bench -q --ram 60M --prompts /dev/zero
+check "pins without an end" 1 "zero: not a regular file" "$K3" run -q --ids 1 --pins /dev/zero
+check "pins through a pipe" 1 "not a regular file" bash -c "'$K3' run -q --ids 1 --pins <(echo '1 2')"
+head -c 1000 /dev/zero >"$T/zeros"
+check "pins that are no text" 2 "line 1 is too long, or no text" "$K3" run -q --ids 1 --pins "$T/zeros"
+check "a file larger than may be" 1 "File too large" bash -c "ulimit -f 10; exec '$K3' run -q --ids 1 --save '$T/large'"
+[ -e "$T/large.tmp" ] && fail "nothing of it is left" "large.tmp" || pass "nothing of it is left"
 check "a new file of a failed run" 4 "floor" "$K3" run -q --ids 1 --tokens 1 --ram 1 --trace "$T/new"
 [ -e "$T/new" ] && fail "a new file of a failed run goes" "it is there" || pass "a new file of a failed run goes"
 mkfifo "$T/fifo"
@@ -619,6 +653,19 @@ wait $pid
 expect "SIGINT with --json: exit" $? 130
 expect "SIGINT with --json: reason" "$(json stop_reason)" interrupt
 expect "SIGINT: the dump is whole rows" "$(size "$T/rows")" $((($(json n_prompt) + $(json n_gen) - 1) * row))
+# The state of an answer that was stopped is kept: the step in hand ends first.
+"$K3" run --json --no-stop --tokens 4000 --save "$T/stopped" --dump-logits "$T/rows2" "$PARIS" >"$T/out" 2>"$T/err" &
+pid=$!
+for _ in $(seq 200); do
+    [ -s "$T/rows2" ] && break
+    sleep 0.05
+done
+kill -INT $pid
+wait $pid
+expect "SIGINT with --save: exit" $? 130
+n_stopped=$(($(json n_prompt) + $(json n_gen)))
+"$K3" run -q --json --tokens 1 --load "$T/stopped" --ids 5 >"$T/out" 2>"$T/err"
+expect "SIGINT with --save: the state" "$(json n_loaded)" "$n_stopped"
 for option in --psk-file=x --tier-ca=x --tier-cert=x --tier-key=x --tier-audit=1/2 --tier-hedge; do
     misuse "${option%=*} and no box" "of which box" run -q $option x
 done

@@ -748,7 +748,7 @@ static void test_sums_file(void) {
     o.headers_only = o.no_check = true; /* there is no such file yet */
     k3_engine *e;
     if (!CHECK(k3_engine_open(&e, &o, &err) == 0)) return;
-    if (!CHECK_EQ_INT(k3_engine_write_sums(e, &err), 256)) printf("    %s\n", err.text);
+    if (!CHECK_EQ_INT(k3_engine_write_sums(e, false, &err), 256)) printf("    %s\n", err.text);
     snprintf(part, sizeof part, "%s.part", sums_file);
     CHECK(access(part, F_OK) != 0);
     int fd = file_open(sums_file, &size, &err);
