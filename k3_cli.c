@@ -2825,6 +2825,8 @@ static int bench_reader_row(bench_state *b) {
 static int cmd_bench(const cli_args *a) {
     bench_state b;
     uint64_t logits_fnv = 0;
+    if (a->kernels_only + (a->replay != NULL) + (a->n_hop > 0) > 1)
+        return fail(FAIL_USAGE, "bench: --kernels-only, --replay and --hop are one thing each");
     if (a->kernels_only) {
         k3_error err = {{0}};
         int most;
@@ -3419,7 +3421,8 @@ static int help_all(void) {
 }
 
 static int cmd_help(int argc, char **argv) {
-    if (argc == 0) return help_all();
+    if (argc == 0 || strcmp(argv[0], "--help") == 0 || strcmp(argv[0], "-h") == 0)
+        return help_all();
     if (argc > 1) return fail(FAIL_USAGE, "help takes one command, '%s' is a second one", argv[1]);
     const cli_command *cmd = command_find(argv[0]);
     if (cmd) return help_command(cmd);

@@ -183,6 +183,7 @@ static bool tier_start(const struct sockaddr_un *sa, const paths *p, char *why, 
         }
         if (is_over) {
             last_line(log, line, sizeof line);
+            unlink(log);
             return fails(why, n_why, "no box", line);
         }
         if (interrupted) return fails(why, n_why, program, "interrupted while it starts");
@@ -214,6 +215,13 @@ static int lock_take(const struct sockaddr_un *sa, char *why, size_t n_why) {
     return fd;
 }
 
+/* Nothing came of it: nothing is left behind. Who waits for the lock starts what comes after. */
+static void lock_drop(const struct sockaddr_un *sa) {
+    char lock[sizeof sa->sun_path + 8];
+    snprintf(lock, sizeof lock, "%s.lock", sa->sun_path);
+    unlink(lock);
+}
+
 bool gpu_join(const char *model_dir, const char *pins, const char *key_file, char *address,
               size_t cap, char *why, size_t n_why) {
     struct sockaddr_un sa = {.sun_family = AF_UNIX};
@@ -226,6 +234,7 @@ bool gpu_join(const char *model_dir, const char *pins, const char *key_file, cha
     int fd = lock_take(&sa, why, n_why);
     if (fd < 0) return false;
     bool is_up = is_listening(&sa) || tier_start(&sa, &p, why, n_why);
+    if (!is_up) lock_drop(&sa);
     close(fd);
     return is_up;
 }

@@ -124,7 +124,7 @@ static int hop_dial(hop *h, uint32_t n, uint32_t *ids) {
                       .key_file = h->a->psk_file,
                       .spin_us = (uint32_t)h->a->spin_us,
                       .max_rows = 1};
-    char why[512] = "no answer to the dial";
+    char why[512];
     uint32_t held = 0, before = 0;
     uint64_t start = clock_ns();
     if (hop_is_tls(h->addr))
@@ -133,6 +133,7 @@ static int hop_dial(hop *h, uint32_t n, uint32_t *ids) {
     if (!h->block) return fail_memory("frames", tier_bytes(&h->m, &o));
     if (tier_open(&h->far, &h->m, &o, h->block, why, sizeof why) < 0)
         return fail(FAIL_USAGE, "%s", why);
+    snprintf(why, sizeof why, "no answer in %d s", UP_MS / 1000);
     while (!hop_is_up(h)) {
         hop_notes(h, why, sizeof why);
         if (clock_ns() - start > UP_MS * 1000000ull || interrupted)
@@ -276,7 +277,8 @@ static bool hop_ask(hop *h, const question *q, const float *z, sample *s) {
                                   [COMPUTE] = (double)st.compute_ns,
                                   [JOIN] = (double)st.join_ns};
     for (int i = 0; i < N_PARTS; i++) s->ns[i] += part[i];
-    s->ns[REPLY] += total - part[PACK] - part[SEND] - part[QUEUE] - part[COMPUTE] - part[JOIN];
+    double reply = total - part[PACK] - part[SEND] - part[QUEUE] - part[COMPUTE] - part[JOIN];
+    s->ns[REPLY] += reply > 0 ? reply : 0; /* the box may begin before all of it is sent */
     return n_asked == q->n && n_served == q->n && st.n_up > 0;
 }
 

@@ -629,6 +629,7 @@ static inline bool tier_addr_parse(const char *text, tier_addr *a) {
     a->is_tls = strncmp(text, "tls:", 4) == 0;
     if (a->is_tls) text += 4;
     if (a->is_tls && strspn(text, "0123456789") == strlen(text)) return false; /* a lone port */
+    if (text[0] == 0) return false;
     if (strncmp(text, "unix:", 5) == 0) {
         a->is_unix = true;
         if (a->is_tls || text[5] == 0 || strlen(text + 5) >= sizeof a->path) return false;

@@ -220,13 +220,16 @@ typedef struct {
     struct {
         int fd;
         bool is_http, is_tls;
-        char path[sizeof(((tier_addr *)0)->path)]; /* to unlink */
+        char path[sizeof(((tier_addr *)0)->path)]; /* to unlink, if it is still this one: */
+        dev_t dev;
+        ino_t ino;
     } listen[MAX_LISTEN + 1];
     uint32_t n_listen, n_clients, n_stagers, next_number;
     int wake_fd;
     FILE *dump;
     uint64_t start_ns, busy_ns; /* busy: last time that something came */
     uint64_t client_ns;         /* last time that a client was there, or one who stages */
+    uint64_t full_ns;           /* last time that there was no place                    */
     uint64_t stats[TIER_N_STATS];
 } server;
 
@@ -1580,8 +1583,21 @@ static int listen_unix(server *s, const char *text, const tier_addr *a, bool is_
     fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     int rc = listen_on(s, text, fd, (struct sockaddr *)&sa, sizeof sa, is_http);
     umask(mask);
-    if (rc == DONE) strcpy(s->listen[s->n_listen - 1].path, a->path);
-    return rc;
+    if (rc != DONE || lstat(a->path, &st) != 0) return rc;
+    strcpy(s->listen[s->n_listen - 1].path, a->path);
+    s->listen[s->n_listen - 1].dev = st.st_dev;
+    s->listen[s->n_listen - 1].ino = st.st_ino;
+    return DONE;
+}
+
+/* Port 0: the system chose one. */
+static void listen_say_port(const char *text, int fd) {
+    struct sockaddr_storage sa;
+    socklen_t n = sizeof sa;
+    char port[8];
+    if (getsockname(fd, (struct sockaddr *)&sa, &n) == 0 &&
+        getnameinfo((struct sockaddr *)&sa, n, NULL, 0, port, sizeof port, NI_NUMERICSERV) == 0)
+        say("listen %s: port %s", text, port);
 }
 
 static int listen_open(server *s, const char *text, bool is_http) {
@@ -1610,6 +1626,7 @@ static int listen_open(server *s, const char *text, bool is_http) {
     int fd = socket(list->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     rc = listen_on(s, text, fd, list->ai_addr, list->ai_addrlen, is_http);
     if (rc == DONE) s->listen[s->n_listen - 1].is_tls = a.is_tls;
+    if (rc == DONE && strcmp(a.port, "0") == 0) listen_say_port(text, fd);
     freeaddrinfo(list);
     return rc;
 }
@@ -1641,9 +1658,13 @@ static void conn_accept(server *s, uint32_t i_listen) {
     if (!c && (c = conn_oldest_early(s)))
         conn_close(s, c, "no hello yet, and others want the place");
     if (!c) {
+        uint64_t now = clock_ns();
         s->stats[TIER_STAT_BAD]++;
-        say("a connection too many is closed: %u places are taken; see --clients",
-            s->o.clients + MAX_STATUS);
+        if (now - s->full_ns >
+            10 * 1000000000ull) /* whoever floods must not fill the log as well */
+            say("connections too many are closed: %u clients and %u others are here; see --clients",
+                s->o.clients, MAX_STATUS);
+        s->full_ns = now;
     }
     if (!c || !conn_room(c, TIER_HEAD_BYTES + 2 * TIER_MAX_EARLY, 4096) ||
         (s->listen[i_listen].is_tls && !(c->tls = tier_tls_accept(s->tls, fd)))) {
@@ -1697,14 +1718,16 @@ static bool conn_http(server *s, conn *c) {
         return false;
     }
     if (!is_whole) return true;
-    bool is_get = memcmp(c->in, "GET ", 4) == 0;
+    bool is_get = memcmp(c->in, "GET ", 4) == 0,
+         is_known =
+             is_get && (memcmp(c->in, "GET / ", 6) == 0 || memcmp(c->in, "GET /metrics", 12) == 0);
     stats_take(s, v);
     for (int i = 0; i < TIER_N_STATS; i++)
         to += snprintf(to, (size_t)(end - to),
                        "# HELP k3_tier_%s %s\n# TYPE k3_tier_%s %s\nk3_tier_%s %llu\n",
                        METRIC[i].name, METRIC[i].help, METRIC[i].name, METRIC[i].type,
                        METRIC[i].name, (unsigned long long)v[i]);
-    if (!is_get) to = body;
+    if (!is_known) to = body;
     if (!conn_room(c, c->in_cap, (size_t)(to - body) + 256)) {
         conn_close(s, c, NULL);
         return false;
@@ -1712,7 +1735,10 @@ static bool conn_http(server *s, conn *c) {
     c->n_out = (size_t)snprintf((char *)c->out, 256,
                                 "HTTP/1.0 %s\r\nContent-Type: text/plain; version=0.0.4\r\n"
                                 "Content-Length: %zu\r\nConnection: close\r\n\r\n",
-                                is_get ? "200 OK" : "405 Method Not Allowed", (size_t)(to - body));
+                                is_known ? "200 OK"
+                                : is_get ? "404 Not Found"
+                                         : "405 Method Not Allowed",
+                                (size_t)(to - body));
     memcpy(c->out + c->n_out, body, (size_t)(to - body));
     c->n_out += (size_t)(to - body);
     c->state = C_CLOSING;
@@ -1860,8 +1886,12 @@ static bool status_bytes(tier_link *l, uint8_t *p, size_t n, bool is_out) {
 /* Read one frame of at most 256 bytes; false when it is no good. */
 static bool status_read(tier_link *l, uint8_t *frame, tier_head *h) {
     if (!status_bytes(l, frame, TIER_HEAD_BYTES, false)) return false;
-    if (tier_head_parse(frame, h) || h->n > TIER_MAX_EARLY) return false;
-    return status_bytes(l, frame + TIER_HEAD_BYTES, h->n, false) && tier_sum(frame, h->n) == h->sum;
+    const char *why = tier_head_parse(frame, h);
+    if (!why && h->n > TIER_MAX_EARLY) why = "a frame too long";
+    if (!why && !status_bytes(l, frame + TIER_HEAD_BYTES, h->n, false)) return false;
+    if (!why && tier_sum(frame, h->n) != h->sum) why = "a damaged frame";
+    if (why) snprintf(l->why, sizeof l->why, "%s; is it a k3-tier?", why);
+    return !why;
 }
 
 static bool status_send(tier_link *l, uint8_t *frame, enum tier_type type, uint32_t n) {
@@ -1878,7 +1908,9 @@ static bool status_hello(tier_link *l, const tier_key *key, uint8_t *frame, tier
     if (!status_send(l, frame, TIER_HELLO, TIER_HELLO_BYTES) || !status_read(l, frame, h))
         return false;
     if (h->type != TIER_CHALLENGE || h->n != TIER_CHALLENGE_BYTES || key->n == 0) return true;
-    if (tier_answer(key, hello, p, h->n, p)) return false;
+    const char *why = tier_answer(key, hello, p, h->n, p);
+    if (why) snprintf(l->why, sizeof l->why, "%s", why);
+    if (why) return false;
     return status_send(l, frame, TIER_PROOF, TIER_PROOF_BYTES) && status_read(l, frame, h);
 }
 
@@ -1906,7 +1938,8 @@ static int status(const char *text, const tier_key *key, tier_trust *trust) {
         fail(rc, "status %s: it wants a key: give --psk-file", text);
     } else if (!is_ok || h.type != TIER_WELCOME) {
         if (is_ok && h.type == TIER_REFUSE) tier_text(l.why, sizeof l.why, p, h.n);
-        fail(rc, "status %s: refused%s%s", text, l.why[0] ? ": " : "", l.why);
+        fail(rc, "status %s: %s%s", text, is_ok ? "refused: " : "",
+             l.why[0] ? l.why : "the connection ended");
     } else if (!status_send(&l, frame, TIER_STATS, 0) || !status_read(&l, frame, &h) ||
                h.type != TIER_STATS || h.n != TIER_N_STATS * 8) {
         fail(rc, "status %s: no answer", text);
@@ -2342,6 +2375,9 @@ static int empty_open(server *s) {
     if (!s->math.k) return fail_status(K3_EUSAGE, &err);
     s->n_threads = (uint32_t)n_threads;
     if (s->o.pins) return fail(FAIL_USAGE, "--pins: there is no --model to read them from");
+    if (s->o.ram < OVERHEAD_BYTES)
+        return fail(FAIL_BUDGET, "--ram of %llu bytes: without any expert the program needs %u",
+                    (unsigned long long)s->o.ram, OVERHEAD_BYTES);
     return s->o.has_gpu ? vram_probe(s) : DONE;
 }
 
@@ -2512,7 +2548,10 @@ static bool server_close(server *s) {
     for (uint32_t i = 0; i < MAX_CONNS; i++)
         if (s->conns[i].state != C_FREE) conn_close(s, &s->conns[i], NULL);
     for (uint32_t i = 0; i < s->n_listen; i++) {
-        if (s->listen[i].path[0]) unlink(s->listen[i].path); /* before another takes the name */
+        struct stat st; /* the name goes before another takes it, and if it is still our socket's */
+        if (s->listen[i].path[0] && lstat(s->listen[i].path, &st) == 0 &&
+            st.st_dev == s->listen[i].dev && st.st_ino == s->listen[i].ino)
+            unlink(s->listen[i].path);
         close(s->listen[i].fd);
     }
     bool is_kept = keep_stop(&s->keep);
@@ -2537,6 +2576,7 @@ static int cmd_serve(server *s) {
     if (rc == DONE) {
         sigaction(SIGTERM, &sa, NULL);
         sigaction(SIGINT, &sa, NULL);
+        sigaction(SIGHUP, &sa, NULL);
         for (; s->has_model && n < WARMERS; n++)
             if (pthread_create(&warmers[n], NULL, warm_main, s) != 0) break;
         if (s->o.has_gpu && pthread_create(&warmers[n], NULL, vram_main, s) == 0) n++;
@@ -2574,6 +2614,7 @@ int main(int argc, char **argv) {
     s.o = (options){.spin_us = 50, .clients = 8};
     stdio_guard();
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* a write that says so is better */
     for (int i = 1; i < argc; i++) {
         bool is_help = strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0;
         bool is_version = strcmp(argv[i], "-V") == 0 || strcmp(argv[i], "--version") == 0;

@@ -351,6 +351,21 @@ OPENSSL_CONF=$T/null.cnf box nohmac --psk-file "$T/key"
 OPENSSL_CONF=$T/null.cnf "$K3_TIER" status "unix:$T/nohmac.sock" --psk-file "$T/other" >"$T/out" 2>&1
 if [ $? = 1 ] && grep -q "no HMAC-SHA256" "$T/out"; then pass; else fail "no HMAC" "$(head -1 "$T/out")"; fi
 
+# What is there in the place of its socket when it ends is somebody's.
+box moved
+rm "$T/moved.sock"
+echo precious >"$T/moved.sock"
+stop "${pids[-1]}"
+[ "$(cat "$T/moved.sock" 2>/dev/null)" = precious ] && pass || fail "a file in its socket's place" "it is gone"
+box hung_up
+kill -HUP "${pids[-1]}" && wait "${pids[-1]}"
+[ $? = 0 ] && [ ! -e "$T/hung_up.sock" ] && pass || fail "SIGHUP" "not an end like any other"
+refused "an empty address" "no address" --listen ""
+"$K3_TIER" --ram 1 --listen "unix:$T/little.sock" >"$T/out" 2>&1
+[ $? = 4 ] && grep -q "the program needs" "$T/out" && pass || fail "--ram 1 without a model" "$(cat "$T/out")"
+"$K3_TIER" status "unix:$T/keyed.sock" --psk-file "$T/other" >"$T/out" 2>&1
+grep -q "the box has another key" "$T/out" && pass || fail "status with another key" "$(cat "$T/out")"
+
 # Figures over HTTP, frames in words.
 port=$((20000 + $$ % 20000))
 box open --metrics 127.0.0.1:$port --dump "$T/dump"
