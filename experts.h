@@ -111,13 +111,13 @@ uint64_t k3_expert_place_bytes(void);
 
 /* Read expert `ie` of layer `il` into `room` and say where its tensors are. Sums are compared if
  * the model has any, scale codes are checked. Any number of threads may call this at once.
- * Errors  K3_EIO, K3_EMODEL: as a step of the engine would say them */
+ * Errors  K3_EIO, K3_EMODEL, K3_ECHECK: as a step of the engine would say them */
 int k3_expert_read(k3_engine *e, uint32_t il, uint32_t ie, uint8_t *room, expert_view *x,
                    k3_error *err);
 
 /* XXH3 over the geometry that experts depend on and over samples of their bytes, four of each
  * layer: the same for every copy of a model however its shards are cut.
- * Errors  K3_EIO */
+ * Errors  K3_EIO; K3_EMODEL: a sampled expert is not there */
 int k3_expert_fingerprint(k3_engine *e, uint64_t *out, k3_error *err);
 
 /* Of an engine that was opened experts_only: is this expert there? Of any other: true. */

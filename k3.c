@@ -3024,7 +3024,8 @@ int64_t k3_pins_visit(const char *path, const k3_shape *sh, k3_pin_fn fn, void *
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd >= 0 && (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))) { /* it is read twice */
         close(fd);
-        return fail(err, K3_EIO, "%s: not a regular file", path);
+        return fail(err, K3_EIO, "%s: %s", path,
+                    S_ISDIR(st.st_mode) ? strerror(EISDIR) : "not a regular file");
     }
     FILE *f = fd >= 0 ? fdopen(fd, "r") : NULL;
     if (!f) return fail(err, K3_EIO, "%s: %s", path, strerror(errno));

@@ -177,8 +177,10 @@ typedef struct {
     double disk_bytes_per_s;         /* ... and what the probe measured; 0: not probed           */
 } k3_plan;
 
-/* Open a model directory: parse and check every header, then load the trunk.
- * Errors  K3_EMODEL names the file, tensor or field; K3_EIO; K3_ENOMEM;
+/* Open a model directory: parse and check every header, then load the trunk. What `o` points to must
+ * outlive the engine.
+ * Errors  K3_EMODEL names the file, tensor or field; K3_EBUDGET: ram_bytes is below the floor, which
+ *         the text says; K3_EIO; K3_ENOMEM; K3_ECHECK: a sum; K3_ECANCEL: the progress function;
  *         K3_EUSAGE for a kernel set this CPU lacks (the text lists what it has). */
 int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err);
 void k3_engine_close(k3_engine *e);
@@ -316,7 +318,8 @@ int k3_session_restore(k3_session *s, const k3_snapshot *snap, k3_error *err);
 void k3_snapshot_free(k3_snapshot *snap); /* before its engine is closed */
 
 /* A directory of states, shared by any number of processes, each of which may be killed at any
- * time. An entry is found by its exact ids, under this engine's numerics id and fingerprint. */
+ * time. An entry is found by its exact ids, under this engine's numerics id and fingerprint. One
+ * k3_cache is for one thread at a time. */
 typedef struct k3_cache k3_cache;
 typedef struct {
     uint64_t n_entries, bytes; /* in the directory now, of all models                     */
@@ -400,7 +403,7 @@ typedef enum {
     K3_CONTROL /* special spellings become their ids      */
 } k3_text_mode;
 
-/* Encode any bytes (invalid UTF-8 is encoded byte by byte). Returns the number of ids,
+/* Encode any bytes, one call at a time of each tokenizer (invalid UTF-8 is encoded byte by byte). Returns the number of ids,
  * writing at most `cap` of them; call with cap 0 to size a buffer, or pass one id per
  * byte, which always suffices. */
 int64_t k3_encode(k3_tokenizer *t, const char *text, size_t n_bytes, k3_text_mode mode,

@@ -534,6 +534,8 @@ static int render_plain(xtml *x, json_object *m, const char *role, const char *w
     json_object *name = json_field(m, "name");
     buf body = {0};
     int rc = content_read(&body, json_field(m, "content"), where, err);
+    if (rc == K3_OK && !json_object_object_get_ex(m, "content", NULL))
+        rc = error_set(err, K3_EUSAGE, "%s: a message of role %s without content", where, role);
     if (rc == K3_OK && name && !json_is(name, json_type_string))
         rc = error_set(err, K3_EUSAGE, "%s.name: not a text", where);
     xtml_begin(x, "message");

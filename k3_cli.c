@@ -1025,7 +1025,7 @@ void engine_gpu(const cli_args *a, k3_options *o) {
         return;
     }
     console_clear(o->user);
-    if (!a->quiet) say("%s; going on without", why);
+    say("%s; going on without", why); /* also with -q: it was asked for */
 }
 
 /* The engine's options as the command line has them; notes and progress go to `con`. */

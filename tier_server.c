@@ -219,7 +219,7 @@ typedef struct {
     conn conns[MAX_CONNS];
     struct {
         int fd;
-        bool is_http, is_tls;
+        bool is_http, is_tls, has_port_0;
         char path[sizeof(((tier_addr *)0)->path)]; /* to unlink, if it is still this one: */
         dev_t dev;
         ino_t ino;
@@ -1590,14 +1590,17 @@ static int listen_unix(server *s, const char *text, const tier_addr *a, bool is_
     return DONE;
 }
 
-/* Port 0: the system chose one. */
-static void listen_say_port(const char *text, int fd) {
-    struct sockaddr_storage sa;
-    socklen_t n = sizeof sa;
-    char port[8];
-    if (getsockname(fd, (struct sockaddr *)&sa, &n) == 0 &&
-        getnameinfo((struct sockaddr *)&sa, n, NULL, 0, port, sizeof port, NI_NUMERICSERV) == 0)
-        say("listen %s: port %s", text, port);
+/* Port 0: say which one the system chose. */
+static void listen_say_ports(const server *s) {
+    for (uint32_t i = 0; i < s->n_listen; i++) {
+        struct sockaddr_storage sa;
+        socklen_t n = sizeof sa;
+        char port[8];
+        if (s->listen[i].has_port_0 &&
+            getsockname(s->listen[i].fd, (struct sockaddr *)&sa, &n) == 0 &&
+            getnameinfo((struct sockaddr *)&sa, n, NULL, 0, port, sizeof port, NI_NUMERICSERV) == 0)
+            say("listening on port %s", port);
+    }
 }
 
 static int listen_open(server *s, const char *text, bool is_http) {
@@ -1626,7 +1629,7 @@ static int listen_open(server *s, const char *text, bool is_http) {
     int fd = socket(list->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     rc = listen_on(s, text, fd, list->ai_addr, list->ai_addrlen, is_http);
     if (rc == DONE) s->listen[s->n_listen - 1].is_tls = a.is_tls;
-    if (rc == DONE && strcmp(a.port, "0") == 0) listen_say_port(text, fd);
+    if (rc == DONE) s->listen[s->n_listen - 1].has_port_0 = strcmp(a.port, "0") == 0;
     freeaddrinfo(list);
     return rc;
 }
@@ -2587,6 +2590,7 @@ static int cmd_serve(server *s) {
         else
             say("no model: `k3 stage --to ADDR` brings experts; %s, %u threads; listening on %s",
                 s->math.k->name, s->n_threads, s->o.listen[0]);
+        listen_say_ports(s);
         serve(s);
     }
     pthread_mutex_lock(&s->st.lock);

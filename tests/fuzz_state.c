@@ -47,8 +47,8 @@ static void setup(void) {
     sh->eps_lora = 1e-6f;
     shape_sizes(sh);
     pthread_mutex_init(&e->step, NULL);
-    pthread_mutex_init(&e->money, NULL);
-    e->mem = (ledger){.limit = 64u << 20, .lock = &e->money};
+    pthread_mutex_init(&e->accounts, NULL);
+    e->mem = (ledger){.limit = 64u << 20, .lock = &e->accounts};
     e->n_threads = e->chunk = 1;
     e->plan.context = 16;
     e->fingerprint = 0x1234;

@@ -719,7 +719,7 @@ static void test_flips(void) {
         CHECK_EQ_INT(f.n_faults, 1);
         fake_aim(&f, p_shard, at, NO_FAULT, 0x10, -1);
         const char *words[] = {e->files.shards[p_shard].name, "sum", where, TENSOR[p_tensor].name, NULL};
-        expect_failure(e, s, &f, K3_EIO, words);
+        expect_failure(e, s, &f, K3_ECHECK, words);
         close_both(e, s);
     }
 }
@@ -808,7 +808,7 @@ static void test_sums_find(void) {
         CHECK(is_right(s, N_SHORT));
         CHECK_EQ_INT(f.n_faults, 1);
         fake_aim(&f, i_shard, at, NO_FAULT, 0x01, -1);
-        expect_failure(e, s, &f, K3_EIO, words);
+        expect_failure(e, s, &f, K3_ECHECK, words);
         close_both(e, s);
         fake_init(&f);
         o.no_check = true;
@@ -847,11 +847,12 @@ static void test_sums_on_disk(void) {
         int rc = k3_engine_open(&e, &o, &err);
         if (which[i] == T_EMBED)
             CHECK_EQ_INT(rc, 0);
-        else if (!CHECK(rc == K3_EIO && strstr(err.text, TENSOR[which[i]].name) && strstr(err.text, "sum")))
+        else if (!CHECK(rc == K3_ECHECK && strstr(err.text, TENSOR[which[i]].name) &&
+                        strstr(err.text, "sum")))
             printf("    %s\n", err.text);
         if (rc == 0) k3_engine_close(e);
         e = open_headers(mirror_all, sums_file, NULL);
-        CHECK_EQ_INT(k3_engine_verify(e, &err), K3_EIO);
+        CHECK_EQ_INT(k3_engine_verify(e, &err), K3_ECHECK);
         if (!CHECK(strstr(err.text, TENSOR[which[i]].name) && strstr(err.text, "sum"))) printf("    %s\n", err.text);
         k3_engine_close(e);
         k3_options good = options(0, 0); /* as a mirror: found too, and named */
@@ -860,7 +861,7 @@ static void test_sums_on_disk(void) {
         good.headers_only = true;
         rc = k3_engine_open(&e, &good, &err); /* a sampled block may tell already */
         if (rc == 0) {
-            CHECK_EQ_INT(k3_engine_verify(e, &err), K3_EIO);
+            CHECK_EQ_INT(k3_engine_verify(e, &err), K3_ECHECK);
             if (!CHECK(strstr(err.text, mirror_all) && strstr(err.text, "sum"))) printf("    %s\n", err.text);
             k3_engine_close(e);
         }
@@ -959,7 +960,8 @@ static void test_queue(void) {
     }
     CHECK(r[0].state == IO_DONE && r[1].state == IO_FAILED && r[1].why == EBADMSG);
     CHECK_EQ_INT(f.n_log, 8); /* looked at twice */
-    CHECK(disk_fail(&e->io, &r[1], &err) == K3_EIO && strstr(err.text, "offset 0x2ee1") && strstr(err.text, "sum"));
+    CHECK(disk_fail(&e->io, &r[1], &err) == K3_ECHECK && strstr(err.text, "offset 0x2ee1") &&
+          strstr(err.text, "sum"));
     close_both(e, s);
     free(f.log);
     free(room);

@@ -156,7 +156,7 @@ finds
     done
 ) &
 puller=$!
-check "the cable pulled and put back" 1 600 --tier-wait 5000
+TRIES=5 check "the cable pulled and put back" 1 600 --tier-wait 5000
 wait $puller
 ip -n $B link set away down
 check "no cable" 0 24 --tier-wait 5000
