@@ -82,7 +82,7 @@ help:
 	@echo "make bench       tokens per second on the bundled model, then the kernels"
 	@echo "make install     to PREFIX ($(PREFIX))"
 	@echo "make clean       remove $(BUILD) and the other builds"
-	@echo "Variables: CC CFLAGS LDFLAGS BUILD PREFIX V=1; CURL=0: no TLS and no proxies to far boxes"
+	@echo "Variables, the same for each of them: CC CFLAGS LDFLAGS BUILD PREFIX V=1; CURL=0: no TLS and no proxies to far boxes"
 
 $(BUILD)/k3: $(BUILD)/k3_cli.o $(COMMANDS) $(ENGINE)
 	$(call say,LD   $@)
@@ -258,14 +258,24 @@ clean:
 quoted     = '$(subst ','\'',$(1))'
 FLAGS_SAID = $(call quoted,$(CC) $(ALL_CFLAGS))
 LINKS_SAID = $(call quoted,$(LDFLAGS) $(K3_LIBS) edit $(K3_EDIT) gpu $(K3_GPU))
+OWN_SAID   = $(call quoted,$(DEMO_DIRS) edit $(K3_EDIT))
+NVCC_SAID  = $(call quoted,$(NVCC) $(NVCC_BITS) $(GPU_ARCHS))
 $(KERNELS) $(ENGINE) $(COMMANDS) $(TESTS) $(REPLAYS) $(addprefix $(BUILD)/,k3_cli.o k3_cli_test.o \
   tier_tls.o tier_server.o tier_server_gpu.o gpu_bench.o test_gpu): $(BUILD)/flags
 $(BUILD)/k3 $(BUILD)/k3-tier $(TESTS) $(REPLAYS): $(BUILD)/links
+$(addprefix $(BUILD)/,k3_cli.o k3_cli_test.o k3_chat.o): $(BUILD)/own
+$(BUILD)/gpu_tier.o: $(BUILD)/nvcc
 
 $(BUILD)/flags: always | $(BUILD)
 	$(Q)echo $(FLAGS_SAID) | cmp -s - $@ || echo $(FLAGS_SAID) >$@
 
 $(BUILD)/links: always | $(BUILD)
 	$(Q)echo $(LINKS_SAID) | cmp -s - $@ || echo $(LINKS_SAID) >$@
+
+$(BUILD)/own: always | $(BUILD)
+	$(Q)echo $(OWN_SAID) | cmp -s - $@ || echo $(OWN_SAID) >$@
+
+$(BUILD)/nvcc: always | $(BUILD)
+	$(Q)echo $(NVCC_SAID) | cmp -s - $@ || echo $(NVCC_SAID) >$@
 
 -include $(wildcard $(BUILD)/*.d)

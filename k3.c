@@ -3020,14 +3020,7 @@ int64_t k3_pins_visit(const char *path, const k3_shape *sh, k3_pin_fn fn, void *
     char line[256];
     int64_t n = 0;
     int rc = 0;
-    struct stat st;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd >= 0 && (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))) { /* it is read twice */
-        close(fd);
-        return fail(err, K3_EIO, "%s: %s", path,
-                    S_ISDIR(st.st_mode) ? strerror(EISDIR) : "not a regular file");
-    }
-    FILE *f = fd >= 0 ? fdopen(fd, "r") : NULL;
+    FILE *f = fopen(path, "re");
     if (!f) return fail(err, K3_EIO, "%s: %s", path, strerror(errno));
     uint8_t *seen = calloc(((size_t)(sh->n_layers - sh->n_dense) * sh->n_experts + 7) / 8 + 1, 1);
     if (!seen) rc = fail(err, K3_ENOMEM, "%s: out of memory", path);
@@ -3049,6 +3042,15 @@ int64_t k3_pins_visit(const char *path, const k3_shape *sh, k3_pin_fn fn, void *
     fclose(f);
     free(seen);
     return rc < 0 ? rc : n;
+}
+
+/* The file is read once for how many there are, and again for them. */
+static int64_t pins_count(const k3_engine *e, k3_error *err) {
+    const char *path = e->opt.pins;
+    struct stat st;
+    if (stat(path, &st) == 0 && !S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode))
+        return fail(err, K3_EIO, "%s: not a regular file", path);
+    return k3_pins_visit(path, &e->sh, NULL, NULL, err);
 }
 
 /* Begin reading one pinned expert; 1 when there is no room for more. */
@@ -3487,7 +3489,7 @@ static int plan_make(k3_engine *e, k3_error *err) {
     p->chunk = (uint32_t)chunk;
     p->scratch_bytes = scratch_bytes(e, chunk);
     e->chunk = (int)chunk;
-    int64_t n_pins = o->pins ? k3_pins_visit(o->pins, &e->sh, NULL, NULL, err) : 0;
+    int64_t n_pins = o->pins ? pins_count(e, err) : 0;
     if (n_pins < 0) return (int)n_pins;
     plan_divide(e, e->mem.limit - fixed, (uint64_t)n_pins);
     if (n_pins > p->n_pinned && p->n_pinned < p->n_slots && o->note) {
@@ -6060,6 +6062,7 @@ static int64_t verify_all(k3_engine *e, bool is_writing, bool compares, k3_error
     if (rc == 0) rc = verify_copies(&v);
     ledger_give(&e->mem, v.buf, VERIFY_AHEAD * room);
     if (rc == 0 && is_writing) rc = sums_save(e, &out, fingerprint, compares, err);
+    if (rc < 0 && is_writing) e->sums.sum = NULL; /* of what was just read: they would bless it */
     sums_abandon(&out);
     return rc < 0 ? rc : v.n_experts;
 }

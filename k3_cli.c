@@ -1012,16 +1012,17 @@ void engine_gpu(const cli_args *a, k3_options *o) {
     static const char *tiers[MAX_TIER + 2]; /* the boxes that were named, and our own */
     static char address[160];
     char why[700];
+    bool is_new = false;
     if (!a->gpu) return;
     memcpy(tiers, a->tier, a->n_tier * sizeof *tiers);
     tiers[a->n_tier] = tiers[a->n_tier + 1] = NULL;
     if (a->n_tier == MAX_TIER) {
         snprintf(why, sizeof why, "--gpu: %d boxes are named, and no more can be had", MAX_TIER);
-    } else if (gpu_join(o->model_dir, a->pins, a->psk_file, address, sizeof address, why,
+    } else if (gpu_join(o->model_dir, a->pins, a->psk_file, address, sizeof address, &is_new, why,
                         sizeof why)) {
         tiers[a->n_tier] = address;
         o->tiers = tiers;
-        o->others_bytes = GPU_RAM_BYTES;
+        o->others_bytes = is_new ? GPU_RAM_BYTES : 0; /* else it has what it takes */
         return;
     }
     console_clear(o->user);
@@ -1140,6 +1141,15 @@ static int outfile_begin(outfile *o) {
     if (fstat(fileno(o->f), &st) != 0 || !S_ISREG(st.st_mode)) return DONE;
     return ftruncate(fileno(o->f), 0) == 0 ? DONE
                                            : fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
+}
+
+/* Two outputs in one file, through links perhaps, would be neither. */
+static int outfile_differ(const outfile *a, const outfile *b) {
+    struct stat x, y;
+    if (!a->f || !b->f || fstat(fileno(a->f), &x) != 0 || fstat(fileno(b->f), &y) != 0 ||
+        !S_ISREG(x.st_mode) || x.st_dev != y.st_dev || x.st_ino != y.st_ino)
+        return DONE;
+    return fail(FAIL_USAGE, "%s and %s are one file; two outputs need two", a->path, b->path);
 }
 
 static int outfile_write(outfile *o, const void *p, size_t n_bytes) {
@@ -1466,6 +1476,7 @@ static int run_state_keep(run_state *r) {
     int status = 0;
     run_cache_store(r);
     if (!a->save) return DONE;
+    r->con.n_grace = 1;              /* who was stopped wants the state, all of it */
     k3_session_trace(s, NULL, NULL); /* what follows is not the run's */
     k3_session_on_route(s, NULL, NULL);
     if (r->said.n && k3_session_pos(s) < k3_session_context(s)) /* the last one was not run */
@@ -1508,6 +1519,7 @@ static int outfile_again(outfile *o) {
  * ids are run and drawn again, and text that is out must come out the same. */
 static int run_again(run_state *r) {
     k3_error err = {{0}};
+    r->con.n_grace = 0;
     if (!r->a->json && r->n_out > r->n_shown) {
         char *grown = realloc(r->shown, r->n_out);
         if (!grown) return fail_memory("the text", r->n_out);
@@ -1566,6 +1578,9 @@ static int run_open(run_state *r) {
     if (rc == DONE && a->dump_logits) rc = outfile_open(&r->dump, a->dump_logits);
     if (rc == DONE && a->trace && a->trace[0]) rc = outfile_open(&r->trace, a->trace);
     if (rc == DONE && a->routing) rc = outfile_open(&r->routing, a->routing);
+    if (rc == DONE) rc = outfile_differ(&r->dump, &r->trace);
+    if (rc == DONE) rc = outfile_differ(&r->dump, &r->routing);
+    if (rc == DONE) rc = outfile_differ(&r->trace, &r->routing);
     if (rc != DONE) return rc;
     signals_catch();
     uint64_t start = clock_ns();

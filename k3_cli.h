@@ -177,8 +177,8 @@ int bench_hop(const cli_args *a); /* k3 bench --hop */
 #define GPU_RAM_BYTES (2ull << 30) /* what that box may take of this machine's memory */
 
 /* --gpu: the address of a k3-tier on this machine that serves this model from VRAM, started if there
- * is none. False and one line in `why` when it cannot be had. */
+ * is none: *is_new. False and one line in `why` when it cannot be had. */
 bool gpu_join(const char *model_dir, const char *pins, const char *key_file, char *address,
-              size_t cap, char *why, size_t n_why);
+              size_t cap, bool *is_new, char *why, size_t n_why);
 
 #endif

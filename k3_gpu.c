@@ -196,23 +196,22 @@ static bool tier_start(const struct sockaddr_un *sa, const paths *p, char *why, 
 static int lock_take(const struct sockaddr_un *sa, char *why, size_t n_why) {
     char lock[sizeof sa->sun_path + 8];
     snprintf(lock, sizeof lock, "%s.lock", sa->sun_path);
-    int fd = open(lock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (fd < 0) {
-        fails(why, n_why, lock, strerror(errno));
-        return -1;
-    }
-    while (flock(fd, LOCK_EX | LOCK_NB) != 0) {
-        const char *fault = interrupted                              ? "interrupted"
-                            : errno != EWOULDBLOCK && errno != EINTR ? strerror(errno)
-                                                                     : NULL;
+    for (;;) {
+        struct stat a, b;
+        const char *fault = NULL;
+        int fd = open(lock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+        bool is_locked = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0;
+        if (!is_locked && errno != EWOULDBLOCK && errno != EINTR) fault = strerror(errno);
+        if (is_locked && fstat(fd, &a) == 0 && stat(lock, &b) == 0 && a.st_ino == b.st_ino)
+            return fd; /* else lock_drop took its name: another is the lock now */
+        if (fd >= 0) close(fd);
+        if (interrupted) fault = "interrupted";
         if (fault) {
-            close(fd);
             fails(why, n_why, lock, fault);
             return -1;
         }
         pause_ms(GPU_START_TICK_MS);
     }
-    return fd;
 }
 
 /* Nothing came of it: nothing is left behind. Who waits for the lock starts what comes after. */
@@ -223,7 +222,7 @@ static void lock_drop(const struct sockaddr_un *sa) {
 }
 
 bool gpu_join(const char *model_dir, const char *pins, const char *key_file, char *address,
-              size_t cap, char *why, size_t n_why) {
+              size_t cap, bool *is_new, char *why, size_t n_why) {
     struct sockaddr_un sa = {.sun_family = AF_UNIX};
     static paths p;
     if (!path_whole(p.model, model_dir, why, n_why) || !path_whole(p.pins, pins, why, n_why) ||
@@ -233,7 +232,7 @@ bool gpu_join(const char *model_dir, const char *pins, const char *key_file, cha
     if (is_listening(&sa)) return true;
     int fd = lock_take(&sa, why, n_why);
     if (fd < 0) return false;
-    bool is_up = is_listening(&sa) || tier_start(&sa, &p, why, n_why);
+    bool is_up = is_listening(&sa) || (*is_new = tier_start(&sa, &p, why, n_why));
     if (!is_up) lock_drop(&sa);
     close(fd);
     return is_up;

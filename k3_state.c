@@ -626,9 +626,9 @@ static bool temp_is_ours(int fd, uint64_t size) {
            (memcmp(in, MAGIC, sizeof in) == 0 || memcmp(in, zeros, sizeof in) == 0);
 }
 
-/* Create or take over `path`: *fd is locked and empty. *fd < 0 with 0 returned: another process is
- * writing it. */
-static int temp_open(const char *path, int *fd_out, k3_error *err) {
+/* Create or take over `path`: *fd is locked, with what an owner who is gone has left in it. *fd < 0 with
+ * 0 returned: another process is writing it. */
+static int temp_lock(const char *path, int *fd_out, k3_error *err) {
     *fd_out = -1;
     for (int tries = 0; tries < 100; tries++) {
         struct stat a, b;
@@ -643,19 +643,26 @@ static int temp_open(const char *path, int *fd_out, k3_error *err) {
         /* Renamed or removed by its owner between open and lock? Then it is not ours. */
         if (fstat(fd, &a) == 0 && lstat(path, &b) == 0 && a.st_dev == b.st_dev &&
             a.st_ino == b.st_ino) {
-            bool is_ours = S_ISREG(a.st_mode) && temp_is_ours(fd, (uint64_t)a.st_size);
-            if (is_ours && ftruncate(fd, 0) == 0) {
-                *fd_out = fd;
-                return 0;
-            }
+            *fd_out = fd;
+            if (S_ISREG(a.st_mode) && temp_is_ours(fd, (uint64_t)a.st_size)) return 0;
+            *fd_out = -1;
             close(fd);
-            return fail(err, K3_EIO, "%s: %s", path,
-                        is_ours ? "cannot be written anew"
-                                : "is in the way, and no state that was being written; move it");
+            return fail(err, K3_EIO,
+                        "%s: is in the way, and no state that was being written; move it", path);
         }
         close(fd);
     }
     return fail(err, K3_EIO, "%s: comes and goes", path);
+}
+
+/* The same, and empty. */
+static int temp_open(const char *path, int *fd, k3_error *err) {
+    int rc = temp_lock(path, fd, err);
+    if (rc < 0 || *fd < 0 || ftruncate(*fd, 0) == 0) return rc;
+    rc = fail(err, K3_EIO, "%s: cannot be written anew: %s", path, strerror(errno));
+    close(*fd);
+    *fd = -1;
+    return rc;
 }
 
 /* Remove a temporary file that nobody is writing any more. */
@@ -690,25 +697,26 @@ static int session_check(const k3_session *s, k3_error *err) {
     return 0;
 }
 
-/* The temporary file beside `path`: a descriptor, or an error. */
-static int save_begin(const char *path, char temp[PATH_BYTES], k3_error *err) {
+/* The temporary file beside `path`, emptied or as it is: a descriptor, or an error. */
+static int save_begin(const char *path, char temp[PATH_BYTES], bool empties, k3_error *err) {
     struct stat st;
     if (path[0] == 0) return fail(err, K3_EUSAGE, "a state needs a file with a name");
     if (snprintf(temp, PATH_BYTES, "%s.tmp", path) >= PATH_BYTES)
         return fail(err, K3_EUSAGE, "%.200s...: the name is too long", path);
     if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
         return fail(err, K3_EIO, "%s: not a regular file", path);
-    int fd, rc = temp_open(temp, &fd, err);
+    int fd, rc = empties ? temp_open(temp, &fd, err) : temp_lock(temp, &fd, err);
     if (rc == 0 && fd < 0) rc = fail(err, K3_EIO, "%s: another process is writing it", temp);
     return rc < 0 ? rc : fd;
 }
 
 int k3_state_can_save(const char *path, k3_error *err) {
     char temp[PATH_BYTES], *real = realpath(path, NULL);
-    int fd = save_begin(real ? real : path, temp, err);
+    struct stat st;
+    int fd = save_begin(real ? real : path, temp, false, err);
     free(real);
     if (fd < 0) return fd;
-    unlink(temp);
+    if (fstat(fd, &st) == 0 && st.st_size == 0) unlink(temp); /* what somebody left may be wanted */
     close(fd);
     return 0;
 }
@@ -717,7 +725,7 @@ int k3_state_can_save(const char *path, k3_error *err) {
 static int save_to(k3_session *s, const char *path, const void *app, size_t n_app, head *h,
                    k3_error *err) {
     char temp[PATH_BYTES];
-    int fd = save_begin(path, temp, err), rc;
+    int fd = save_begin(path, temp, true, err), rc;
     if (fd < 0) return fd;
     rc = state_write(s, fd, temp, app, n_app, h, err);
     if (rc == 0 && fsync(fd) != 0) rc = fail(err, K3_EIO, "%s: fsync: %s", temp, strerror(errno));
@@ -1126,7 +1134,8 @@ bool k3_cache_has(const k3_cache *c, const uint32_t *ids, size_t n) {
     char path[PATH_BYTES];
     uint64_t key[2] = {0, 0};
     return n > 0 && key_of(&c->own, ids, n, key, NULL) == 0 &&
-           entry_path(path, c->dir, n, key, "") == 0 && access(path, R_OK) == 0;
+           entry_path(path, c->dir, n, key, "") == 0 && access(path, R_OK) == 0 &&
+           cache_is_fit(c, path, NULL) == 0;
 }
 
 /* Write an entry and give it its name; *is_kept says whether it is there then. */

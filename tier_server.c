@@ -650,7 +650,7 @@ static void vram_share(server *s, uint32_t n_items) {
     }
     for (uint32_t x = 0; x < n_items && s->gpu_time.n > 0 && s->cpu_ns > 0; x++) {
         item *it = &s->items[x];
-        if (!it->on_gpu || it->i_slot == NONE ||
+        if (!it->on_gpu || it->i_slot == NONE || n_gpu == it->n || /* it would never be measured */
             s->cpu_ns * (float)(n_cpu + it->n) >= trend_at(&s->gpu_time, (float)(n_gpu - it->n)))
             continue;
         it->on_gpu = false;
@@ -1652,22 +1652,27 @@ static conn *conn_oldest_early(server *s) {
     return oldest;
 }
 
+/* There is no place for another. Whoever floods must not fill the log as well. */
+static void conn_crowd(server *s) {
+    uint64_t now = clock_ns();
+    s->stats[TIER_STAT_BAD]++;
+    if (now - s->full_ns > 10 * 1000000000ull)
+        say("no place for another connection beside %u clients and %u others: who has not said "
+            "hello "
+            "is closed; see --clients",
+            s->o.clients, MAX_STATUS);
+    s->full_ns = now;
+}
+
 static void conn_accept(server *s, uint32_t i_listen) {
     int fd = accept4(s->listen[i_listen].fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
     conn *c = NULL;
     if (fd < 0) return;
     for (uint32_t i = 0; i < s->o.clients + MAX_STATUS && !c; i++)
         if (s->conns[i].state == C_FREE) c = &s->conns[i];
-    if (!c && (c = conn_oldest_early(s)))
-        conn_close(s, c, "no hello yet, and others want the place");
     if (!c) {
-        uint64_t now = clock_ns();
-        s->stats[TIER_STAT_BAD]++;
-        if (now - s->full_ns >
-            10 * 1000000000ull) /* whoever floods must not fill the log as well */
-            say("connections too many are closed: %u clients and %u others are here; see --clients",
-                s->o.clients, MAX_STATUS);
-        s->full_ns = now;
+        conn_crowd(s);
+        if ((c = conn_oldest_early(s))) conn_close(s, c, NULL);
     }
     if (!c || !conn_room(c, TIER_HEAD_BYTES + 2 * TIER_MAX_EARLY, 4096) ||
         (s->listen[i_listen].is_tls && !(c->tls = tier_tls_accept(s->tls, fd)))) {
@@ -1823,12 +1828,13 @@ static void poll_round(server *s, int ms) {
     }
 }
 
-/* With --linger: has nobody asked or staged for so long? Who lost the device that it was started for
- * makes room for another at once. */
+/* With --linger: has nobody asked or staged for so long? Who lost the device that it was started for,
+ * and holds nothing that it did not read itself when asked, makes room for another at once. */
 static bool is_lonely(server *s, uint64_t now) {
     if (s->n_clients + s->n_stagers > 0) s->client_ns = now;
     pthread_mutex_lock(&s->st.lock);
-    uint64_t linger_s = s->st.vram_is_lost ? 0 : s->o.linger_s;
+    bool is_of_no_use = s->st.vram_is_lost && s->o.model_dir && s->o.no_fill;
+    uint64_t linger_s = is_of_no_use ? 0 : s->o.linger_s;
     pthread_mutex_unlock(&s->st.lock);
     return s->o.linger_s > 0 && now - s->client_ns > linger_s * 1000000000ull;
 }
@@ -2579,7 +2585,7 @@ static int cmd_serve(server *s) {
     if (rc == DONE) {
         sigaction(SIGTERM, &sa, NULL);
         sigaction(SIGINT, &sa, NULL);
-        sigaction(SIGHUP, &sa, NULL);
+        if (signal(SIGHUP, SIG_IGN) != SIG_IGN) sigaction(SIGHUP, &sa, NULL); /* not under nohup */
         for (; s->has_model && n < WARMERS; n++)
             if (pthread_create(&warmers[n], NULL, warm_main, s) != 0) break;
         if (s->o.has_gpu && pthread_create(&warmers[n], NULL, vram_main, s) == 0) n++;

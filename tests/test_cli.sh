@@ -579,6 +579,12 @@ check "an empty name" 2 "an empty name" "$K3" run -q --ids 1 --save ""
 check "no file called -" 2 "stdout is for the answer" "$K3" run -q --ids 1 --trace -
 check "--load and --save in place" 0 "" sh -c "'$K3' run -q --ids 1 --tokens 1 --save '$T/place' >'$T/out' && '$K3' run -q --ids 2 --tokens 1 --load '$T/place' --save '$T/place'"
 
+ln -s "$T/nobody" "$T/dangling"
+check "two outputs through a link to nothing" 2 "two outputs need two" "$K3" run -q --ids 1 --trace "$T/dangling" --dump-logits "$T/nobody"
+"$K3" run -q --ids 1 --tokens 1 --save "$T/left" >"$T/out" 2>"$T/err"
+mv "$T/left" "$T/left.tmp"
+check "a state that was left is loaded and saved" 0 "" "$K3" run -q --ids 2 --tokens 1 --load "$T/left.tmp" --save "$T/left"
+
 # --save is tried before the work.
 mkdir "$T/dir"
 echo precious >"$T/foreign.tmp"

@@ -222,6 +222,7 @@ cp -rL "$MODEL" "$T/m" && rm -f "$T/m/k3.sums"
 "$K3" verify -q --model "$T/m" --write-sums >/dev/null
 ends "a model with sums" 0 "checked with the model's sums" "$K3" slice -q --model "$T/m" --pins "$T/all" --size 9M --out "$T/a"
 printf '\377' | dd of="$T/m/model-00002-of-000003.safetensors" bs=1 seek=3300000 conv=notrunc 2>/dev/null
+ends "pins through a pipe" 0 "" bash -c "'$K3' slice -q --model '$MODEL' --pins <(head -3 '$T/all') --size 9M --out '$T/piped'"
 ends "a damaged model" 5 "do not match their sum" "$K3" slice -q --model "$T/m" --pins "$T/all" --size 9M --out "$T/d"
 [ ! -e "$T/d/k3.slice" ] && pass || fail "a damaged model" "there is a slice"
 

@@ -349,12 +349,14 @@ static void test_idle(void) {
     CHECK(is_lonely(&sv, 10100000000u));
     sv.o.linger_s = 600;
     CHECK(!is_lonely(&sv, 10100000000u));
-    sv.st.vram_is_lost = true; /* its device is gone: not joined any longer */
+    sv.st.vram_is_lost = true; /* its device is gone: not joined any longer, */
+    CHECK(!is_lonely(&sv, 10100000000u));
+    sv.o.no_fill = true; /* unless it holds what nobody could read again */
     CHECK(is_lonely(&sv, 10100000000u));
     sv.n_clients = 1;
     CHECK(!is_lonely(&sv, 10200000000u));
     sv.n_clients = 0;
-    sv.st.vram_is_lost = false;
+    sv.st.vram_is_lost = sv.o.no_fill = false;
     sv.o.linger_s = 0;
 }
 

@@ -360,6 +360,12 @@ stop "${pids[-1]}"
 box hung_up
 kill -HUP "${pids[-1]}" && wait "${pids[-1]}"
 [ $? = 0 ] && [ ! -e "$T/hung_up.sock" ] && pass || fail "SIGHUP" "not an end like any other"
+(trap '' HUP && exec "$K3_TIER" --model "$MODEL" --ram 1G --threads 1 --listen "unix:$T/nohup.sock" 2>"$T/nohup.err") &
+pids+=($!)
+for _ in $(seq 200); do [ -S "$T/nohup.sock" ] && break; sleep 0.02; done
+kill -HUP "${pids[-1]}"
+held nohup 256
+[ "$(stat_of nohup experts_held)" = 256 ] && pass || fail "SIGHUP under nohup" "it ended"
 refused "an empty address" "no address" --listen ""
 "$K3_TIER" --ram 1 --listen "unix:$T/little.sock" >"$T/out" 2>&1
 [ $? = 4 ] && grep -q "the program needs" "$T/out" && pass || fail "--ram 1 without a model" "$(cat "$T/out")"
