@@ -4,6 +4,7 @@
  *   test_gpu --quick      a few of each
  *   test_gpu --tiny       fewer still, for compute-sanitizer
  *   test_gpu --million    a million requests; memory of the device and of the process must not grow
+ *   test_gpu --lost       the device faults: errors with a reason, no hang
  *   test_gpu --once ROWS  one request, 16 experts of K3 for ROWS rows, for a profiler to look at
  *
  * The expected sums come from experts.h with the CPU's kernels: the reference table at small widths,
@@ -467,6 +468,36 @@ static void test_million(void) {
     model_free(&m);
 }
 
+/* A slot that is none makes the kernel read where nothing is: from then on the device is lost to this
+ * process, and every call has to say so and come back. */
+static void test_lost(void) {
+    model m;
+    request r;
+    model_make(&m, "ref", 352, 128, 4, 0);
+    request_make(&r, 352, 2, 4, 2 * 4);
+    gpu *g = open_for(&m, 2, 4);
+    request_fill(&r, &m, 2, 4, 4, false);
+    request_check(g, &r, &m, "before");
+    r.items[0].slot = 1u << 30;
+    bool is_begun = gpu_begin(g, r.z, r.n_rows, r.items, r.n_items, r.row, r.w, r.n_pairs, why,
+                              sizeof why) == 0;
+    check(is_begun && gpu_end(g, r.Q, r.bad, NULL, why, sizeof why) == -1, "a fault is seen", 0);
+    check(strncmp(why, "gpu: a request: ", 16) == 0, "and named", 0);
+    printf("%s\n", why);
+    why[0] = 0;
+    r.items[0].slot = 0;
+    check(gpu_begin(g, r.z, r.n_rows, r.items, r.n_items, r.row, r.w, r.n_pairs, why, sizeof why) ==
+                  -1 &&
+              why[0],
+          "no further request", 0);
+    why[0] = 0;
+    expert_view x = expert_of(&m, 0);
+    check(gpu_upload(g, 0, x.p, why, sizeof why) == -1 && why[0], "no further upload", 0);
+    gpu_close(g);
+    request_free(&r);
+    model_free(&m);
+}
+
 /* ncu --metrics dram__bytes_read.sum -k regex:experts: are the weights read once for all rows? */
 static void test_once(uint32_t rows) {
     model m;
@@ -488,6 +519,8 @@ int main(int argc, char **argv) {
     skip_without_device();
     if (argc > 1 && strcmp(argv[1], "--million") == 0) {
         test_million();
+    } else if (argc > 1 && strcmp(argv[1], "--lost") == 0) {
+        test_lost();
     } else if (argc > 2 && strcmp(argv[1], "--once") == 0) {
         test_once((uint32_t)atoi(argv[2]));
     } else {

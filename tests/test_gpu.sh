@@ -11,6 +11,7 @@ rc=$?
 [ $rc = 77 ] && exit 0
 [ $rc = 0 ] || exit 1
 "$BUILD/test_gpu" --million || exit 1
+"$BUILD/test_gpu" --lost || exit 1
 K3=$BUILD/k3 K3_TIER=$BUILD/k3-tier tests/test_tier_gpu.sh demo --device || exit 1
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 if ! command -v "$sanitizer" >/dev/null; then
