@@ -3761,7 +3761,7 @@ typedef struct {
 typedef struct {
     uint64_t n_layers, from; /* how many, of positions from here on                     */
     uint64_t lies_seen;      /* of the engine's far_lies, those that were no matter here */
-} doubt;
+} far_doubt;
 
 struct k3_session {
     k3_engine *e;
@@ -3772,7 +3772,7 @@ struct k3_session {
     void *block;
     uint64_t block_bytes;
     bool is_broken;
-    doubt doubt;
+    far_doubt doubt;
     k3_trace_fn trace;
     void *trace_user;
     k3_route_fn route;
@@ -5364,7 +5364,7 @@ int k3_state_resume(k3_session *s, uint64_t n_pos, uint64_t n_doubtful, const ch
                     "giving wrong ones: make it again",
                     name);
     s->pos = n_pos;
-    s->doubt = (doubt){.n_layers = n_doubtful};
+    s->doubt = (far_doubt){.n_layers = n_doubtful};
     s->is_broken = false;
     return 0;
 }
@@ -5477,7 +5477,7 @@ uint64_t k3_engine_fingerprint(const k3_engine *e) {
 struct k3_snapshot {
     k3_engine *e;
     uint64_t pos, ids_hash;
-    doubt doubt;
+    far_doubt doubt;
     uint8_t *block; /* the KDA layers' arrays, one after the other */
     uint64_t block_bytes;
 };
@@ -5525,7 +5525,7 @@ int k3_session_restore(k3_session *s, const k3_snapshot *snap, k3_error *err) {
                     (unsigned long long)snap->pos, (unsigned long long)s->pos);
     snapshot_copy(s, snap->block, true);
     /* Latent rows may have been written again since, with answers that are still in doubt. */
-    const doubt *was = &snap->doubt;
+    const far_doubt *was = &snap->doubt;
     if (s->doubt.n_layers == 0 || s->doubt.from >= snap->pos) {
         s->doubt = *was;
     } else if (was->n_layers > 0) {
@@ -5609,7 +5609,7 @@ void k3_session_reset(k3_session *s) {
          il++) /* cache rows are written before they are read */
         if (!s->e->sh.is_mla[il]) memset(s->state[il], 0, layer_state_bytes(&s->e->sh, il, 0));
     s->pos = 0;
-    s->doubt = (doubt){0};
+    s->doubt = (far_doubt){0};
     s->is_broken = false;
 }
 

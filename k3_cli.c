@@ -260,7 +260,8 @@ static const cli_option OPTION[] = {
      "go on from a conversation that /save wrote, with its settings"},
     {"--save", "FILE", KIND_TEXT, AT(save), RUN, G_STATE, NULL, 0, 0,
      "keep the state at the end, every id of the answer included, also the one\n"
-     "that ended it; FILE is whole or as it was"},
+     "that ended it, and also when Ctrl-C ends it: the token at work is then\n"
+     "finished first; FILE is whole or as it was"},
     {"--cache", "DIR", KIND_TEXT, AT(cache), RUN | CHAT, G_STATE, NULL, 0, 0,
      "keep states of prompts and answers there, and skip what a prompt has in\n"
      "common with one of them; may be shared by any number of processes"},
@@ -307,7 +308,8 @@ static const cli_option OPTION[] = {
      "seconds for a disk of this speed (default: for 3, 7 and 14)"},
     {"--write-sums", NULL, KIND_FLAG, AT(write_sums), VERIFY, G_MEASURE, NULL, 0, 0,
      "keep a checksum of everything that was read, beside the model or as\n"
-     "--sums says; later runs compare every read with it"},
+     "--sums says; later runs compare every read with it. Checksums that are\n"
+     "there must agree, unless --no-check"},
     {"--kernels-list", NULL, KIND_FLAG, AT(kernels_list), INFO, G_MEASURE, NULL, 0, 0,
      "only the names of the kernel sets that this CPU can run, best last"},
 

@@ -1657,9 +1657,8 @@ static void conn_crowd(server *s) {
     uint64_t now = clock_ns();
     s->stats[TIER_STAT_BAD]++;
     if (now - s->full_ns > 10 * 1000000000ull)
-        say("no place for another connection beside %u clients and %u others: who has not said "
-            "hello "
-            "is closed; see --clients",
+        say("no place for one more beside %u clients and %u others: who said no hello is closed; "
+            "see --clients",
             s->o.clients, MAX_STATUS);
     s->full_ns = now;
 }

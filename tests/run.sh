@@ -61,11 +61,12 @@ compute() {
     run "$BUILD/test_dial"
     for target in text config header index state tier slice; do replay $target; done
     [ -n "$quick" ] || run tests/test_builds.sh
+    [ -z "$quick" ] || [ -n "$only_bits" ] || run tests/test_cli.sh # so that both lanes are as long
 }
 
 # shellcheck disable=SC2046,SC2086
 programs() {
-    run tests/test_cli.sh
+    [ -n "$quick" ] || run tests/test_cli.sh
     run "$BUILD/test_xtml"
     if command -v python3 >/dev/null; then
         run python3 tests/test_chat.py $quick

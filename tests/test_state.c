@@ -975,7 +975,7 @@ static int speed(const char *config_dir, const char *dir) {
 /* ---- What far boxes said and nobody compared; there are none here, so a test says that there were ---- */
 
 static void doubt_from(k3_session *s, uint64_t pos) {
-    s->doubt = (doubt){.n_layers = 3, .from = pos, .lies_seen = s->e->stats.far_lies};
+    s->doubt = (far_doubt){.n_layers = 3, .from = pos, .lies_seen = s->e->stats.far_lies};
 }
 
 static bool must_redo(k3_session *s) {
