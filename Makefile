@@ -254,28 +254,20 @@ install: all
 clean:
 	rm -rf $(BUILD) $(BUILD)-asan $(BUILD)-tsan $(BUILD)-neon $(BUILD)-fuzz $(BUILD)-builds $(BUILD)-clang
 
-# What is compiled and linked with other flags than before is made again.
-quoted     = '$(subst ','\'',$(1))'
-FLAGS_SAID = $(call quoted,$(CC) $(ALL_CFLAGS))
-LINKS_SAID = $(call quoted,$(LDFLAGS) $(K3_LIBS) edit $(K3_EDIT) gpu $(K3_GPU))
-OWN_SAID   = $(call quoted,$(DEMO_DIRS) edit $(K3_EDIT))
-NVCC_SAID  = $(call quoted,$(NVCC) $(NVCC_BITS) $(GPU_ARCHS))
+# What is compiled and linked with other flags than before is made again: each of these files says with
+# which, and is written when that changes.
+SAID_flags = $(CC) $(ALL_CFLAGS)
+SAID_links = $(LDFLAGS) $(K3_LIBS) edit $(K3_EDIT) gpu $(K3_GPU)
+SAID_own   = $(DEMO_DIRS) edit $(K3_EDIT)
+SAID_nvcc  = $(NVCC) $(NVCC_BITS) $(GPU_ARCHS)
+SAID       = '$(subst ','\'',$(SAID_$(@F)))'
 $(KERNELS) $(ENGINE) $(COMMANDS) $(TESTS) $(REPLAYS) $(addprefix $(BUILD)/,k3_cli.o k3_cli_test.o \
   tier_tls.o tier_server.o tier_server_gpu.o gpu_bench.o test_gpu): $(BUILD)/flags
 $(BUILD)/k3 $(BUILD)/k3-tier $(TESTS) $(REPLAYS): $(BUILD)/links
 $(addprefix $(BUILD)/,k3_cli.o k3_cli_test.o k3_chat.o): $(BUILD)/own
 $(BUILD)/gpu_tier.o: $(BUILD)/nvcc
 
-$(BUILD)/flags: always | $(BUILD)
-	$(Q)echo $(FLAGS_SAID) | cmp -s - $@ || echo $(FLAGS_SAID) >$@
-
-$(BUILD)/links: always | $(BUILD)
-	$(Q)echo $(LINKS_SAID) | cmp -s - $@ || echo $(LINKS_SAID) >$@
-
-$(BUILD)/own: always | $(BUILD)
-	$(Q)echo $(OWN_SAID) | cmp -s - $@ || echo $(OWN_SAID) >$@
-
-$(BUILD)/nvcc: always | $(BUILD)
-	$(Q)echo $(NVCC_SAID) | cmp -s - $@ || echo $(NVCC_SAID) >$@
+$(addprefix $(BUILD)/,flags links own nvcc): always | $(BUILD)
+	$(Q)echo $(SAID) | cmp -s - $@ || echo $(SAID) >$@
 
 -include $(wildcard $(BUILD)/*.d)

@@ -942,8 +942,9 @@ static int gpu_shapes(gpu *g, char *why, size_t n_why) {
 static int gpu_shape(gpu *g, uint32_t n_rows, uint32_t n_segments, char *why, size_t n_why) {
     shape s = shape_for(g, n_rows, n_segments);
     g->now = shape_find(g, &s);
-    if (!g->now && shape_make(g, s, why, n_why) < 0) return -1;
-    if (!g->now) g->now = shape_find(g, &s);
+    if (g->now) return 0;
+    if (shape_make(g, s, why, n_why) < 0) return -1;
+    g->now = &g->shapes[g->n_shapes - 1];
     return 0;
 }
 

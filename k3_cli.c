@@ -142,13 +142,15 @@ double per_second(uint64_t n, uint64_t ns) { return ns ? (double)n * 1e9 / (doub
 typedef enum {
     KIND_FLAG,     /* bool, takes no value                                    */
     KIND_TEXT,     /* const char *                                            */
+    KIND_READ,     /* the same: a file that is read                           */
+    KIND_WRITE,    /* the same: a file that is written                        */
     KIND_STOP,     /* appended to stop[]                                      */
     KIND_MIRROR,   /* appended to mirror[]                                    */
     KIND_TIER,     /* appended to tier[]                                      */
     KIND_HOP,      /* appended to hop[]                                       */
     KIND_PART,     /* uint64_t: N of 1/N                                      */
     KIND_CHOICE,   /* uint64_t: which of the words in `value`, from 0         */
-    KIND_OPTIONAL, /* const char *, "" unless given as --name=VALUE           */
+    KIND_OPTIONAL, /* the same, "" unless given as --name=FILE                */
     KIND_COUNT,    /* uint64_t in [lo, hi]                                    */
     KIND_REAL,     /* float in [lo, hi]                                       */
     KIND_SIZE,     /* uint64_t bytes: 8G, 512M, 1.5GiB                        */
@@ -208,7 +210,7 @@ typedef struct {
 #define AT(field) offsetof(cli_args, field)
 
 static const cli_option OPTION[] = {
-    {"--prompt-file", "FILE", KIND_TEXT, AT(prompt_file), RUN | TOKENIZE, G_PROMPT, NULL, 0, 0,
+    {"--prompt-file", "FILE", KIND_READ, AT(prompt_file), RUN | TOKENIZE, G_PROMPT, NULL, 0, 0,
      "every byte of FILE, the last newline too; - is stdin"},
     {"--ids", "N,N,...", KIND_TEXT, AT(ids), RUN | TOKENIZE, G_PROMPT, NULL, 0, 0,
      "token ids instead of text"},
@@ -217,7 +219,7 @@ static const cli_option OPTION[] = {
      "ordinary text, which is what text from elsewhere must be"},
     {"--system", "TEXT", KIND_TEXT, AT(system), CHAT, G_PROMPT, NULL, 0, 0,
      "a system message before the first turn"},
-    {"--render", "FILE", KIND_TEXT, AT(render), CHAT, G_PROMPT, NULL, 0, 0,
+    {"--render", "FILE", KIND_READ, AT(render), CHAT, G_PROMPT, NULL, 0, 0,
      "print ids and segments of the conversation in FILE (JSON as OpenAI's API\n"
      "takes it: messages, tools; - is stdin) and run nothing"},
     {"--decode", NULL, KIND_FLAG, AT(decode), TOKENIZE, G_PROMPT, NULL, 0, 0,
@@ -254,11 +256,11 @@ static const cli_option OPTION[] = {
     {"--seed", "N", KIND_COUNT, AT(seed), RUN | CHAT, G_SAMPLE, "0", 0, UINT64_MAX,
      "the same seed gives the same answer"},
 
-    {"--load", "FILE", KIND_TEXT, AT(load), RUN, G_STATE, NULL, 0, 0,
+    {"--load", "FILE", KIND_READ, AT(load), RUN, G_STATE, NULL, 0, 0,
      "go on from a saved state: the prompt continues its ids"},
-    {"--load", "FILE", KIND_TEXT, AT(load), CHAT, G_STATE, NULL, 0, 0,
+    {"--load", "FILE", KIND_READ, AT(load), CHAT, G_STATE, NULL, 0, 0,
      "go on from a conversation that /save wrote, with its settings"},
-    {"--save", "FILE", KIND_TEXT, AT(save), RUN, G_STATE, NULL, 0, 0,
+    {"--save", "FILE", KIND_WRITE, AT(save), RUN, G_STATE, NULL, 0, 0,
      "keep the state at the end, every id of the answer included, also the one\n"
      "that ended it, and also when Ctrl-C ends it: the token at work is then\n"
      "finished first; FILE is whole or as it was"},
@@ -270,7 +272,7 @@ static const cli_option OPTION[] = {
     {"--cache-size", "SIZE", KIND_SIZE, AT(cache_size), CACHE, G_STATE, "0", 0, 0,
      "what `rm` leaves: the most recently used, no more than this"},
 
-    {"--prompts", "FILE", KIND_TEXT, AT(prompts), BENCH, G_MEASURE, NULL, 0, 0,
+    {"--prompts", "FILE", KIND_READ, AT(prompts), BENCH, G_MEASURE, NULL, 0, 0,
      "one prompt a line, `ids:1,2,3` for ids (default: five built in)"},
     {"--tokens", "N", KIND_COUNT, AT(tokens), BENCH, G_MEASURE, "32", 0, 1u << 31,
      "ids for each prompt, going on past the end of message"},
@@ -296,10 +298,10 @@ static const cli_option OPTION[] = {
     {"--reader", NULL, KIND_FLAG, AT(reader), PLAN, G_MEASURE, NULL, 0, 0,
      "seconds for this disk: read whole experts at random, past the page\n"
      "cache, for some ten seconds"},
-    {"--replay", "FILE", KIND_TEXT, AT(replay), BENCH, G_MEASURE, NULL, 0, 0,
+    {"--replay", "FILE", KIND_READ, AT(replay), BENCH, G_MEASURE, NULL, 0, 0,
      "no model: what each policy would have had in memory of a routing trace\n"
      "(`k3 run --trace`), for slots from 1 a layer up"},
-    {"--write-pins", "FILE", KIND_TEXT, AT(write_pins), BENCH, G_MEASURE, NULL, 0, 0,
+    {"--write-pins", "FILE", KIND_WRITE, AT(write_pins), BENCH, G_MEASURE, NULL, 0, 0,
      "with --replay: the experts of the trace by weight, as --pins takes them"},
     {"--golden", NULL, KIND_FLAG, AT(golden), VERIFY, G_MEASURE, NULL, 0, 0,
      "after the check, run ids 3 4 5 6 7 with --lora-eps 1e-5 and compare with\n"
@@ -340,13 +342,13 @@ static const cli_option OPTION[] = {
      "most bytes of experts in one file; at least one expert"},
     {"--to", "ADDR", KIND_TEXT, AT(to), STAGE, G_OUTPUT, NULL, 0, 0,
      "the box: HOST:PORT, [V6]:PORT, tls:HOST:PORT or unix:PATH"},
-    {"--dump-logits", "FILE", KIND_TEXT, AT(dump_logits), RUN, G_OUTPUT, NULL, 0, 0,
+    {"--dump-logits", "FILE", KIND_WRITE, AT(dump_logits), RUN, G_OUTPUT, NULL, 0, 0,
      "raw little-endian f32: a row of vocab_size for each prompt position,\n"
      "then one for each generated id but the last"},
     {"--trace-hash", "[=FILE]", KIND_OPTIONAL, AT(trace), RUN, G_OUTPUT, NULL, 0, 0,
      "a hash for each position and layer (docs/NUMERICS.md 7) to stderr or\n"
      "FILE, to find the first layer in which two runs differ"},
-    {"--trace", "FILE", KIND_TEXT, AT(routing), RUN, G_OUTPUT, NULL, 0, 0,
+    {"--trace", "FILE", KIND_WRITE, AT(routing), RUN, G_OUTPUT, NULL, 0, 0,
      "what the routers choose: a line for each position and layer, with ids\n"
      "and weights; for `k3 bench --replay`"},
     {"-q", NULL, KIND_FLAG, AT(quiet), ANY, G_OUTPUT, NULL, 0, 0,
@@ -390,13 +392,13 @@ static const cli_option OPTION[] = {
      "which expert makes room: least router weight or least recently used"},
     {"--no-look-ahead", NULL, KIND_FLAG, AT(no_look_ahead), RUN | CHAT | BENCH, G_DISK, NULL, 0, 0,
      "do not read the next layer's likely experts"},
-    {"--pins", "FILE", KIND_TEXT, AT(pins), RUN | CHAT | BENCH | PLAN, G_DISK, NULL, 0, 0,
+    {"--pins", "FILE", KIND_READ, AT(pins), RUN | CHAT | BENCH | PLAN, G_DISK, NULL, 0, 0,
      "experts to read at the start and keep, `layer expert` a line, the most\n"
      "wanted first"},
-    {"--pins", "FILE", KIND_TEXT, AT(pins), SLICE | STAGE, G_DISK, NULL, 0, 0,
+    {"--pins", "FILE", KIND_READ, AT(pins), SLICE | STAGE, G_DISK, NULL, 0, 0,
      "which experts, `layer expert` a line, the hottest first: `k3 run --trace T`\n"
      "and `k3 bench --replay T --write-pins FILE` make it (stage, default: all)"},
-    {"--sums", "FILE", KIND_TEXT, AT(sums), RUN | CHAT | BENCH | VERIFY | PLAN | SLICE | STAGE,
+    {"--sums", "FILE", KIND_READ, AT(sums), RUN | CHAT | BENCH | VERIFY | PLAN | SLICE | STAGE,
      G_DISK, NULL, 0, 0,
      "checksums made by `k3 verify --write-sums` (default: k3.sums in the\n"
      "model directory, if it is there)"},
@@ -412,14 +414,14 @@ static const cli_option OPTION[] = {
      "GPU's memory (`make gpu`), started or joined; it takes 2 GiB of RAM\n"
      "beside --ram, serves others of yours too and ends ten minutes after them;\n"
      "the k3-tier beside k3, or in PATH, unless K3_TIER names another"},
-    {"--psk-file", "FILE", KIND_TEXT, AT(psk_file), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
+    {"--psk-file", "FILE", KIND_READ, AT(psk_file), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
      "the key that boxes ask for, and must themselves know"},
-    {"--tier-ca", "FILE", KIND_TEXT, AT(tier_ca), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
+    {"--tier-ca", "FILE", KIND_READ, AT(tier_ca), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
      "trust tls: boxes whose certificate this one signed, or is (default: the\n"
      "system's authorities)"},
-    {"--tier-cert", "FILE", KIND_TEXT, AT(tier_cert), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0,
+    {"--tier-cert", "FILE", KIND_READ, AT(tier_cert), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0,
      0, "our certificate, for tls: boxes that want to know their clients"},
-    {"--tier-key", "FILE", KIND_TEXT, AT(tier_key), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
+    {"--tier-key", "FILE", KIND_READ, AT(tier_key), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
      "its private key (default: in the same file)"},
     {"--spin-us", "N", KIND_COUNT, AT(spin_us), RUN | CHAT | BENCH, G_TIER, "50", 0, 1000000,
      "a wait for a box spins so many microseconds before it sleeps"},
@@ -540,6 +542,8 @@ static int option_set(const cli_option *o, cli_args *a, const char *text) {
     switch (o->kind) {
     case KIND_FLAG: *(bool *)field = true; return DONE;
     case KIND_TEXT:
+    case KIND_READ:
+    case KIND_WRITE:
     case KIND_OPTIONAL: *(const char **)field = text; return DONE;
     case KIND_STOP:
         if (!text[0]) return fail(FAIL_USAGE, "--stop: an empty text would stop at once");
@@ -904,12 +908,17 @@ static int prompt_check(const cli_args *a, const char *command) {
     return DONE;
 }
 
-/* Bytes that a prompt may have before it is known how many ids they are: as many as the longest ids
- * for all positions, and with its ids in a part of --ram. What config.json lacks is said later. */
+/* The file with the prompt, "-" for stdin; NULL: it is on the command line. */
+static const char *prompt_path(const cli_args *a) {
+    return a->prompt_file ? a->prompt_file : a->arg && strcmp(a->arg, "-") == 0 ? a->arg : NULL;
+}
+
+/* Bytes that a file may have before it is known how many ids they are: as many as the longest ids for
+ * all positions, and with its ids in a part of --ram. What config.json lacks is said later. */
 static size_t prompt_most(const cli_args *a, const char *dir, const k3_tokenizer *t) {
     k3_shape sh;
     size_t longest = 1, n;
-    if (!t || k3_config_read(&sh, dir, NULL) < 0) return SIZE_MAX;
+    if (!prompt_path(a) || !t || k3_config_read(&sh, dir, NULL) < 0) return SIZE_MAX;
     for (uint32_t id = 0; id < sh.vocab_size; id++)
         if (k3_id_bytes(t, id, &n) && n > longest) longest = n;
     uint64_t positions = a->context ? a->context : sh.max_position;
@@ -921,10 +930,11 @@ static size_t prompt_most(const cli_args *a, const char *dir, const k3_tokenizer
  * `text`; with --ids `text` stays empty and `ids` is filled. */
 static int prompt_read(const cli_args *a, blob *text, size_t most, id_list *ids,
                        const char *command) {
+    const char *path = prompt_path(a);
     int rc = DONE;
     if (a->ids) return ids_parse(ids, a->ids, strlen(a->ids), "--ids");
-    if (a->prompt_file || strcmp(a->arg, "-") == 0) {
-        rc = blob_read(text, a->prompt_file ? a->prompt_file : "-", most);
+    if (path) {
+        rc = blob_read(text, path, most);
     } else {
         text->n = strlen(a->arg);
         text->p = malloc(text->n + 1);
@@ -1478,7 +1488,6 @@ static int run_state_keep(run_state *r) {
     int status = 0;
     run_cache_store(r);
     if (!a->save) return DONE;
-    r->con.n_grace = 1;              /* who was stopped wants the state, all of it */
     k3_session_trace(s, NULL, NULL); /* what follows is not the run's */
     k3_session_on_route(s, NULL, NULL);
     if (r->said.n && k3_session_pos(s) < k3_session_context(s)) /* the last one was not run */
@@ -1521,7 +1530,6 @@ static int outfile_again(outfile *o) {
  * ids are run and drawn again, and text that is out must come out the same. */
 static int run_again(run_state *r) {
     k3_error err = {{0}};
-    r->con.n_grace = 0;
     if (!r->a->json && r->n_out > r->n_shown) {
         char *grown = realloc(r->shown, r->n_out);
         if (!grown) return fail_memory("the text", r->n_out);
@@ -1665,8 +1673,6 @@ static int run_prompt(run_state *r) {
 static int run_step(run_state *r, uint32_t id) {
     k3_error err = {{0}};
     uint64_t start = clock_ns();
-    r->con.n_grace =
-        r->a->save ? 1 : 0; /* a step given up costs the state: the first Ctrl-C waits */
     console_answer(&r->con, r->said.n, r->a->tokens);
     int status = timeline_feed(&r->line, &id, 1, &err);
     console_clear(&r->con);
@@ -1862,8 +1868,10 @@ static void run_close(run_state *r) {
 static int run_answer(run_state *r, bool *has_answer) {
     int rc;
     do {
+        r->con.n_grace = 0;
         rc = run_prompt(r);
         *has_answer = rc == DONE;
+        r->con.n_grace = r->a->save ? 1 : 0; /* a step given up costs the state: it ends first */
         if (rc == DONE) rc = run_generate(r);
     } while (rc == REDO && (rc = run_again(r)) == DONE);
     if (!r->a->json && r->n_out < r->n_shown) /* also when the second try did not come to its end */
@@ -2788,15 +2796,14 @@ done:
 }
 
 /* The TSV table for thread counts 1, 2, 4, ... max_threads; `only` names one kernel set or is
- * NULL for all that are linked and supported.
- * Returns K3_OK, K3_ENOMEM, or K3_EUSAGE when `only` cannot run here. */
+ * NULL for all that are linked and supported; that it can run here is known.
+ * Returns K3_OK or K3_ENOMEM. */
 static int bench_kernels(int max_threads, const char *only, FILE *out) {
     static const bench_shape shapes[] = {
         {"bf16", false, 12288, 7168, (size_t)12288 * 7168 * 2, 0},
         {"mxfp4", true, 3072, 3584, 3072 * 3584 / 2, 3072 * 3584 / 32},
         {"mxfp4", true, 3584, 3072, 3584 * 3072 / 2, 3584 * 3072 / 32},
     };
-    if (only && (!k3_kernels_find(only) || !k3_kernels_is_supported(only))) return K3_EUSAGE;
     fprintf(out,
             "kernels\tkernel\trows\tcols\tbatch\tthreads\tweight_GB/s\tread_GB/s\tof_read\t"
             "GFLOP/s\tpeak_GFLOP/s\tof_peak\tfnv_%d_rows\n",
@@ -3462,35 +3469,13 @@ static int fail_no_command(const char *arg) {
 
 /* ---- Files that are named ---- */
 
-/* Options with a file's name, on the command line; `is_out`: it is written. */
-typedef struct {
-    const char *name, *path;
-    bool is_out;
-} file_arg;
-
-enum { MAX_FILE_ARGS = 16 };
-
-static size_t args_files(const cli_args *a, file_arg *f) {
-    const file_arg all[] = {{"--save", a->save, true},
-                            {"--dump-logits", a->dump_logits, true},
-                            {"--trace-hash", a->trace && a->trace[0] ? a->trace : NULL, true},
-                            {"--trace", a->routing, true},
-                            {"--write-pins", a->write_pins, true},
-                            {"--prompt-file", a->prompt_file, false},
-                            {"--prompts", a->prompts, false},
-                            {"--render", a->render, false},
-                            {"--load", a->load, false},
-                            {"--pins", a->pins, false},
-                            {"--sums", a->sums, false},
-                            {"--replay", a->replay, false},
-                            {"--psk-file", a->psk_file, false},
-                            {"--tier-ca", a->tier_ca, false},
-                            {"--tier-cert", a->tier_cert, false},
-                            {"--tier-key", a->tier_key, false}};
-    size_t n = 0;
-    for (size_t i = 0; i < COUNT(all); i++)
-        if (all[i].path) f[n++] = all[i];
-    return n;
+/* The file that row i of the table was given; NULL: none. */
+static const char *file_given(const cli_args *a, size_t i) {
+    const cli_option *o = &OPTION[i];
+    if (!a->given[i] || (o->kind != KIND_READ && o->kind != KIND_WRITE && o->kind != KIND_OPTIONAL))
+        return NULL;
+    const char *path = *(const char *const *)(const void *)((const char *)a + o->at);
+    return o->kind == KIND_OPTIONAL && !path[0] ? NULL : path;
 }
 
 /* The same file, or the same name of one that is not there yet. */
@@ -3510,24 +3495,23 @@ static bool is_same_file(const char *a, const char *b) {
            x.st_ino == y.st_ino;
 }
 
-/* What is written is written over: it must be nothing that is read, nor written by another option. A
+/* What is written is written over: it must be nothing that is read, nor what another option writes. A
  * state may go on in place. */
 static int args_for_files(const cli_args *a) {
-    file_arg f[MAX_FILE_ARGS];
-    size_t n = args_files(a, f);
-    for (size_t i = 0; i < n; i++) {
-        if (f[i].path[0] == 0)
-            return fail(FAIL_USAGE, "%s: an empty name; give a file's", f[i].name);
-        if (f[i].is_out && strcmp(f[i].path, "-") == 0)
-            return fail(FAIL_USAGE, "%s -: stdout is for the answer; give a file's name",
-                        f[i].name);
-        for (size_t k = i + 1; f[i].is_out && k < n; k++) {
-            if (!is_same_file(f[i].path, f[k].path)) continue;
-            if (f[i].path == a->save && f[k].path == a->load) continue;
-            return fail(FAIL_USAGE, "%s %s and %s %s are one file; %s", f[i].name, f[i].path,
-                        f[k].name, f[k].path,
-                        f[k].is_out ? "two outputs need two"
-                                    : "what is read would be written over");
+    for (size_t i = 0; i < COUNT(OPTION); i++) {
+        const char *path = file_given(a, i), *name = OPTION[i].name, *other;
+        if (!path) continue;
+        if (!path[0]) return fail(FAIL_USAGE, "%s: an empty name; give a file's", name);
+        if (OPTION[i].kind == KIND_READ) continue;
+        if (strcmp(path, "-") == 0)
+            return fail(FAIL_USAGE, "%s -: stdout is for the answer; give a file's name", name);
+        for (size_t k = 0; k < COUNT(OPTION); k++) {
+            if (k == i || !(other = file_given(a, k)) || !is_same_file(path, other)) continue;
+            if (path == a->save && other == a->load) continue;
+            return fail(FAIL_USAGE, "%s %s and %s %s are one file; %s", name, path, OPTION[k].name,
+                        other,
+                        OPTION[k].kind == KIND_READ ? "what is read would be written over"
+                                                    : "two outputs need two");
         }
     }
     return DONE;

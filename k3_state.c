@@ -460,8 +460,8 @@ static void section_unpack(worker *w, int fd, const char *name) {
  * from the page cache, and one core copies no faster than a good drive.
  */
 
-/* Section by section to `fd`, then the header, which makes it a state. `h` is that of the engine;
- * what the writing finds out is filled in. */
+/* Section by section to `fd`, over what an earlier writer left there, then the header, which makes it a
+ * state. `h` is that of the engine; what the writing finds out is filled in. */
 static int state_write(k3_session *s, int fd, const char *name, const void *app, uint64_t n_app,
                        head *h, k3_error *err) {
     k3_engine *e = k3_state_engine(s);
@@ -474,6 +474,8 @@ static int state_write(k3_session *s, int fd, const char *name, const void *app,
     h->file_bytes = HEAD_BYTES;
     int rc = key_of(h, ids, n_ids, h->key, err);
     if (rc < 0) return rc;
+    if (ftruncate(fd, 0) != 0)
+        return fail(err, K3_EIO, "%s: cannot be written anew: %s", name, strerror(errno));
     uint64_t room;
     uint8_t *scratch = k3_state_begin(e, &room);
     int n_workers = workers_open(w, scratch, room, k3_engine_threads(e), true), n = n_workers;
@@ -628,7 +630,7 @@ static bool temp_is_ours(int fd, uint64_t size) {
 
 /* Create or take over `path`: *fd is locked, with what an owner who is gone has left in it. *fd < 0 with
  * 0 returned: another process is writing it. */
-static int temp_lock(const char *path, int *fd_out, k3_error *err) {
+static int temp_open(const char *path, int *fd_out, k3_error *err) {
     *fd_out = -1;
     for (int tries = 0; tries < 100; tries++) {
         struct stat a, b;
@@ -653,16 +655,6 @@ static int temp_lock(const char *path, int *fd_out, k3_error *err) {
         close(fd);
     }
     return fail(err, K3_EIO, "%s: comes and goes", path);
-}
-
-/* The same, and empty. */
-static int temp_open(const char *path, int *fd, k3_error *err) {
-    int rc = temp_lock(path, fd, err);
-    if (rc < 0 || *fd < 0 || ftruncate(*fd, 0) == 0) return rc;
-    rc = fail(err, K3_EIO, "%s: cannot be written anew: %s", path, strerror(errno));
-    close(*fd);
-    *fd = -1;
-    return rc;
 }
 
 /* Remove a temporary file that nobody is writing any more. */
@@ -697,15 +689,15 @@ static int session_check(const k3_session *s, k3_error *err) {
     return 0;
 }
 
-/* The temporary file beside `path`, emptied or as it is: a descriptor, or an error. */
-static int save_begin(const char *path, char temp[PATH_BYTES], bool empties, k3_error *err) {
+/* The temporary file beside `path`: a descriptor, or an error. */
+static int save_begin(const char *path, char temp[PATH_BYTES], k3_error *err) {
     struct stat st;
     if (path[0] == 0) return fail(err, K3_EUSAGE, "a state needs a file with a name");
     if (snprintf(temp, PATH_BYTES, "%s.tmp", path) >= PATH_BYTES)
         return fail(err, K3_EUSAGE, "%.200s...: the name is too long", path);
     if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
         return fail(err, K3_EIO, "%s: not a regular file", path);
-    int fd, rc = empties ? temp_open(temp, &fd, err) : temp_lock(temp, &fd, err);
+    int fd, rc = temp_open(temp, &fd, err);
     if (rc == 0 && fd < 0) rc = fail(err, K3_EIO, "%s: another process is writing it", temp);
     return rc < 0 ? rc : fd;
 }
@@ -713,7 +705,7 @@ static int save_begin(const char *path, char temp[PATH_BYTES], bool empties, k3_
 int k3_state_can_save(const char *path, k3_error *err) {
     char temp[PATH_BYTES], *real = realpath(path, NULL);
     struct stat st;
-    int fd = save_begin(real ? real : path, temp, false, err);
+    int fd = save_begin(real ? real : path, temp, err);
     free(real);
     if (fd < 0) return fd;
     if (fstat(fd, &st) == 0 && st.st_size == 0) unlink(temp); /* what somebody left may be wanted */
@@ -725,7 +717,7 @@ int k3_state_can_save(const char *path, k3_error *err) {
 static int save_to(k3_session *s, const char *path, const void *app, size_t n_app, head *h,
                    k3_error *err) {
     char temp[PATH_BYTES];
-    int fd = save_begin(path, temp, true, err), rc;
+    int fd = save_begin(path, temp, err), rc;
     if (fd < 0) return fd;
     rc = state_write(s, fd, temp, app, n_app, h, err);
     if (rc == 0 && fsync(fd) != 0) rc = fail(err, K3_EIO, "%s: fsync: %s", temp, strerror(errno));

@@ -324,9 +324,9 @@ static bool curl_set_trust(CURL *h, const tier_trust *t) {
         curl_easy_setopt(h, CURLOPT_SSL_VERIFYPEER, 1L) != CURLE_OK ||
         curl_easy_setopt(h, CURLOPT_SSL_VERIFYHOST, 2L) != CURLE_OK)
         return false;
+    /* The path is none, or the system's would count as well. */
     if (t->ca && (curl_easy_setopt(h, CURLOPT_CAINFO, t->ca) != CURLE_OK ||
-                  curl_easy_setopt(h, CURLOPT_CAPATH, NULL) != CURLE_OK)) /* or the system's would
-                                                                             count as well */
+                  curl_easy_setopt(h, CURLOPT_CAPATH, NULL) != CURLE_OK))
         return false;
     return !t->cert ||
            (curl_easy_setopt(h, CURLOPT_SSLCERT, t->cert) == CURLE_OK &&

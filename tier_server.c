@@ -1831,11 +1831,12 @@ static void poll_round(server *s, int ms) {
  * and holds nothing that it did not read itself when asked, makes room for another at once. */
 static bool is_lonely(server *s, uint64_t now) {
     if (s->n_clients + s->n_stagers > 0) s->client_ns = now;
+    if (s->o.linger_s == 0 || s->client_ns == now) return false;
     pthread_mutex_lock(&s->st.lock);
     bool is_of_no_use = s->st.vram_is_lost && s->o.model_dir && s->o.no_fill;
     uint64_t linger_s = is_of_no_use ? 0 : s->o.linger_s;
     pthread_mutex_unlock(&s->st.lock);
-    return s->o.linger_s > 0 && now - s->client_ns > linger_s * 1000000000ull;
+    return now - s->client_ns > linger_s * 1000000000ull;
 }
 
 /* Serve until a signal; then finish what was begun, say goodbye, and leave. */
