@@ -48,7 +48,7 @@ GPU_ARCHS  ?= $(foreach n,80 89 90 100 120,$(if $(filter compute_$(n),$(GPU_KNOW
 GPU_LIBS    = -L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt
 GPU_OBJECTS = $(BUILD)/gpu_tier.o $(BUILD)/gpu_bench.o
 
-ALL_CFLAGS = $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_OMP) $(K3_SAN) $(K3_SETS:%=-DK3_HAVE_%) -MMD -MP
+ALL_CFLAGS = -I. $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_OMP) $(K3_SAN) $(K3_SETS:%=-DK3_HAVE_%) -MMD -MP
 ALL_CFLAGS += $(if $(K3_CURL),-DK3_CURL)
 DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/k3/demo"'
 
@@ -197,7 +197,7 @@ $(BUILD)/replay_state: tests/fuzz_state.c tests/fuzz_replay.c $(BUILD)/k3_state.
 	  $(filter %.o,$^) $(K3_LIBS)
 
 $(BUILD):
-	$(Q)mkdir -p $@
+	$(Q)mkdir -p $@ $@/cli $@/tier
 
 demo:
 	$(Q)scripts/deps.sh build
@@ -270,4 +270,4 @@ $(BUILD)/gpu_tier.o: $(BUILD)/nvcc
 $(addprefix $(BUILD)/,flags links own nvcc): always | $(BUILD)
 	$(Q)echo $(SAID) | cmp -s - $@ || echo $(SAID) >$@
 
--include $(wildcard $(BUILD)/*.d)
+-include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)
