@@ -2271,7 +2271,8 @@ typedef struct {
     const uint64_t *sum; /* NULL: none                                                 */
     uint32_t *first;     /* [n_layers + 1][N_TENSORS] the first sum of a trunk tensor    */
     uint64_t expert0;    /* the first sum of the first expert ...                        */
-    uint32_t per_expert; /* ... and how many each has: 1, or 6 where some are not whole  */
+    uint32_t per_expert; /* ... and how many each has: 1, or 6 where some are not whole, */
+    bool has_contents;   /* and, counted in per_expert, a last one of its contents       */
     uint64_t n, block_bytes;
     void *block;
 } sums;
@@ -2296,7 +2297,7 @@ struct k3_engine {
     k3_plan plan;
     struct scratch *scratch;     /* one step at a time uses it */
     pthread_mutex_t step, accounts; /* the latter guards the ledger and the fingerprint */
-    uint64_t fingerprint;        /* 0: not yet asked for (section 14)                */
+    k3_fingerprints print;       /* sampled 0: not yet asked for (section 14)        */
     k3_stats stats;
     tier *far; /* the far boxes; NULL: none */
     void *far_block;
@@ -3092,15 +3093,22 @@ static int pins_open(k3_engine *e, k3_error *err) {
  * together). `k3 verify --write-sums` makes them; with them each read is checked before its use.
  * The file, little-endian:
  *
- *     8     "K3SUMS1\n"
+ *     8     "K3SUMS2\n"
  *     8     fingerprint: XXH3 over shard name, offset and length of all stretches, in order
  *     8     n, the number of sums
  *     8 n   the sums: layers in order and last the head, each with its tensors in the order of
- *           `enum tensor`; then the embedding; then the experts by layer and id
+ *           `enum tensor`; then the embedding; then the experts by layer and id, each with one sum
+ *           or six for its stretches, and behind them one of its contents: XXH3 of the XXH3 of its
+ *           six tensors in slot order
  *     8     XXH3 of all before
+ *
+ * The sum of contents is the same wherever the six tensors lie. It checks no read: by it, and by
+ * the trunk's sums, two copies of the weights are known to be equal (k3_fingerprints.by_sums).
+ * "K3SUMS1\n" is the form before, without sums of contents: it checks reads, and by_sums is 0.
  */
 #define SUMS_NAME "k3.sums"
-#define SUMS_MAGIC "K3SUMS1\n"
+#define SUMS_MAGIC "K3SUMS2\n"
+#define SUMS_MAGIC_1 "K3SUMS1\n"
 #define SUMS_HEAD 24u
 
 /* Bytes that are read at once by verify: `n_parts` equal parts with a sum each. */
@@ -3190,14 +3198,15 @@ static int sums_lay(void *user, const stretch *x) {
 }
 
 /* Lay out the table of sums, still without a value. */
-static int sums_make(k3_engine *e, uint64_t *fingerprint, k3_error *err) {
+static int sums_make(k3_engine *e, bool has_contents, uint64_t *fingerprint, k3_error *err) {
     sums *u = &e->sums;
     uint64_t n_first = ((uint64_t)e->sh.n_layers + 1) * N_TENSORS, most = n_first + 1;
     sums_layout w = {.e = e, .fingerprint = 1};
-    *u = (sums){.per_expert = 1};
+    *u = (sums){.per_expert = 1, .has_contents = has_contents};
     if (e->sh.n_layers > e->sh.n_dense &&
         expert_room(&e->files, &e->sh) > io_room(e->sh.expert_bytes))
         u->per_expert = N_EXPERT_TENSORS;
+    u->per_expert += has_contents;
     most += e->sh.vocab_size + plan_pieces(e) / sizeof(piece) + n_first +
             (uint64_t)(e->sh.n_layers - e->sh.n_dense) * e->sh.n_experts * u->per_expert;
     u->block_bytes = round_up(n_first * sizeof *u->first, 64) + most * sizeof *u->sum;
@@ -3217,6 +3226,24 @@ static uint64_t *sums_values(const k3_engine *e) {
                                 round_up(n_first * sizeof(uint32_t), 64));
 }
 
+/* One number for the weights that these sums are of: k3_fingerprints.by_sums. */
+static uint64_t sums_identity(const k3_engine *e) {
+    const sums *u = &e->sums;
+    const k3_shape *sh = &e->sh;
+    uint64_t n_experts = (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts, h;
+    const uint64_t geometry[] = {sh->vocab_size,   sh->hidden,    sh->n_layers, sh->n_dense,
+                                 sh->n_experts,    sh->latent,    sh->n_heads,  sh->kda_heads,
+                                 sh->expert_inter, sh->n_shared};
+    if (!u->has_contents) return 0;
+    h = XXH3_64bits_withSeed(sh->is_mla, sh->n_layers, XXH3_64bits(geometry, sizeof geometry));
+    h = XXH3_64bits_withSeed(u->sum, (size_t)(n_experts ? u->expert0 : u->n) * sizeof *u->sum, h);
+    for (uint64_t i = 0; i < n_experts; i++) {
+        const uint64_t *contents = &u->sum[u->expert0 + (i + 1) * u->per_expert - 1];
+        h = XXH3_64bits_withSeed(contents, sizeof *contents, h);
+    }
+    return h ? h : 1; /* 0 says: not known */
+}
+
 static void sums_path(const k3_engine *e, char *path, size_t cap) {
     if (e->opt.sums)
         snprintf(path, cap, "%s", e->opt.sums);
@@ -3228,14 +3255,14 @@ static void sums_path(const k3_engine *e, char *path, size_t cap) {
 static int sums_load(k3_engine *e, const char *path, int fd, uint64_t size, k3_error *err) {
     static const char again[] = "write it again with `k3 verify --write-sums`, or give --no-check";
     uint64_t fingerprint, head[SUMS_HEAD / 8], end;
-    int rc = sums_make(e, &fingerprint, err);
-    if (rc < 0) return rc;
+    int rc = 0;
     shard file = {.name = (char *)(uintptr_t)path, .size = size};
     file.fd[0] = fd;
-    uint64_t n_bytes = e->sums.n * sizeof(uint64_t), *values = sums_values(e);
     if (size < SUMS_HEAD || (rc = read_copy(&file, 0, head, SUMS_HEAD, 0, err)) < 0 ||
-        memcmp(head, SUMS_MAGIC, 8) != 0)
+        (memcmp(head, SUMS_MAGIC, 8) != 0 && memcmp(head, SUMS_MAGIC_1, 8) != 0))
         return rc < 0 ? rc : fail(err, K3_EMODEL, "%s: no file of sums; %s", path, again);
+    if ((rc = sums_make(e, memcmp(head, SUMS_MAGIC, 8) == 0, &fingerprint, err)) < 0) return rc;
+    uint64_t n_bytes = e->sums.n * sizeof(uint64_t), *values = sums_values(e);
     if (head[1] != fingerprint || head[2] != e->sums.n)
         return fail(err, K3_EMODEL, "%s: made for other files than these; %s", path, again);
     if (size != SUMS_HEAD + n_bytes + 8)
@@ -3249,6 +3276,7 @@ static int sums_load(k3_engine *e, const char *path, int fd, uint64_t size, k3_e
         return fail(err, K3_EMODEL, "%s: damaged; %s", path, again);
     e->sums.sum = values;
     e->plan.has_sums = true;
+    e->print.by_sums = sums_identity(e);
     return 0;
 }
 
@@ -3300,13 +3328,29 @@ static void sums_abandon(sums_out *o) {
     close(o->fd);
 }
 
+/* How many sums of contents there are; is sum i one? */
+static uint64_t sums_n_contents(const k3_engine *e) {
+    return e->sums.has_contents ? (e->sums.n - e->sums.expert0) / e->sums.per_expert : 0;
+}
+
+static bool sums_is_contents(const sums *u, uint64_t i) {
+    return i >= u->expert0 && (i - u->expert0) % u->per_expert == u->per_expert - 1;
+}
+
 /* What is there says the same? Sums that differ tell that the weights are not what they were: they are
  * not written over. A file that is damaged or of other weights tells nothing. */
 static int sums_compare(const k3_engine *e, const sums_out *o, const uint64_t *head,
                         k3_error *err) {
     uint64_t size, n_bad = 0, n_bytes = e->sums.n * sizeof(uint64_t), end;
+    uint64_t was[SUMS_HEAD / 8] = {0, head[1], head[2] - sums_n_contents(e)};
     int fd = access(o->path, F_OK) == 0 ? file_open(o->path, &size, NULL) : -1;
     if (fd < 0) return 0;
+    memcpy(was, SUMS_MAGIC_1, 8);
+    bool is_old = size == SUMS_HEAD + was[2] * sizeof(uint64_t) + 8 && was[2] < head[2];
+    if (is_old) {
+        head = was;
+        n_bytes = was[2] * sizeof(uint64_t);
+    }
     void *p = size == SUMS_HEAD + n_bytes + 8
                   ? mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, fd, 0)
                   : MAP_FAILED;
@@ -3315,8 +3359,11 @@ static int sums_compare(const k3_engine *e, const sums_out *o, const uint64_t *h
     const uint64_t *there = (const uint64_t *)(const void *)((const uint8_t *)p + SUMS_HEAD);
     memcpy(&end, (const uint8_t *)p + SUMS_HEAD + n_bytes, 8);
     if (memcmp(p, head, SUMS_HEAD) == 0 &&
-        XXH3_64bits_withSeed(there, (size_t)n_bytes, XXH3_64bits(head, SUMS_HEAD)) == end)
-        for (uint64_t i = 0; i < e->sums.n; i++) n_bad += there[i] != e->sums.sum[i];
+        XXH3_64bits_withSeed(there, (size_t)n_bytes, XXH3_64bits(p, SUMS_HEAD)) == end)
+        for (uint64_t i = 0, j = 0; i < e->sums.n; i++) {
+            if (is_old && sums_is_contents(&e->sums, i)) continue;
+            n_bad += there[j++] != e->sums.sum[i];
+        }
     munmap(p, (size_t)size);
     if (n_bad == 0) return 0;
     return fail(err, K3_ECHECK,
@@ -5443,12 +5490,11 @@ static int print_visit(void *user, const name_id *id) {
     return 0;
 }
 
-int k3_state_fingerprint(const k3_engine *e, uint64_t *out, k3_error *err) {
-    k3_engine *self = (k3_engine *)e; /* kept once known; the engine stays the same to its users */
-    pthread_mutex_lock(&self->accounts);
-    *out = e->fingerprint;
-    pthread_mutex_unlock(&self->accounts);
-    if (*out) return 0;
+int k3_engine_fingerprints(k3_engine *e, k3_fingerprints *out, k3_error *err) {
+    pthread_mutex_lock(&e->accounts);
+    *out = e->print;
+    pthread_mutex_unlock(&e->accounts);
+    if (out->sampled) return 0;
     print_walk w = {.e = e, .hash = XXH3_createState(), .seed = 1, .err = err};
     if (!w.hash) return fail(err, K3_ENOMEM, "fingerprint: out of memory");
     w.n_expert_tensors =
@@ -5457,19 +5503,14 @@ int k3_state_fingerprint(const k3_engine *e, uint64_t *out, k3_error *err) {
     print_shape(w.hash, &e->sh);
     int rc = model_expect(&e->sh, print_visit, &w);
     if (rc == 0) {
-        *out = XXH3_64bits_digest(w.hash);
-        if (*out == 0) *out = 1; /* 0 says: not known */
-        pthread_mutex_lock(&self->accounts);
-        self->fingerprint = *out;
-        pthread_mutex_unlock(&self->accounts);
+        out->sampled = XXH3_64bits_digest(w.hash);
+        if (out->sampled == 0) out->sampled = 1; /* 0 says: not known */
+        pthread_mutex_lock(&e->accounts);
+        e->print.sampled = out->sampled;
+        pthread_mutex_unlock(&e->accounts);
     }
     XXH3_freeState(w.hash);
     return rc;
-}
-
-uint64_t k3_engine_fingerprint(const k3_engine *e) {
-    uint64_t print = 0;
-    return k3_state_fingerprint(e, &print, NULL) < 0 ? 0 : print;
 }
 
 /* ---- Snapshots ---- */
@@ -5942,6 +5983,14 @@ static int verify_parts(const verify *v, const stretch *x, const io_req *r, int 
     return 0;
 }
 
+/* The sum of an expert's contents, wherever its tensors lie (6.6). */
+static uint64_t verify_contents(const k3_shape *sh, const expert_view *x) {
+    uint64_t sum[N_EXPERT_TENSORS];
+    for (int k = 0; k < N_EXPERT_TENSORS; k++)
+        sum[k] = XXH3_64bits(x->p[k], (size_t)expert_tensor_bytes(sh, k));
+    return XXH3_64bits(sum, sizeof sum);
+}
+
 /* Wait for the oldest stretch and look at it. */
 static int verify_oldest(verify *v) {
     k3_engine *e = v->e;
@@ -5963,6 +6012,7 @@ static int verify_oldest(verify *v) {
     if (rc == 0 && x->t == N_TENSORS) {
         expert_view view;
         expert_locate(e, x->il, x->ie, req, n_reqs, &view);
+        if (v->values) v->values[x->i_sum + x->n_parts - 1] = verify_contents(&e->sh, &view);
         rc = expert_check(&e->sh, x->il, x->ie, &view, &e->files, v->err);
         v->n_experts += v->i_copy == 0;
     }
@@ -6054,7 +6104,8 @@ static int64_t verify_all(k3_engine *e, bool is_writing, bool compares, k3_error
     if (rc == 0 && is_writing) rc = sums_create(e, &out, err);
     if (rc == 0 && is_writing) {
         ledger_give(&e->mem, e->sums.block, e->sums.block_bytes);
-        rc = sums_make(e, &fingerprint, err);
+        e->print.by_sums = 0; /* an engine opened from now on may say */
+        rc = sums_make(e, true, &fingerprint, err);
         v.values = rc == 0 ? sums_values(e) : NULL;
     }
     v.buf = rc == 0 ? ledger_take(&e->mem, VERIFY_AHEAD * room, "verify", err) : NULL;

@@ -276,10 +276,18 @@ void k3_session_stats(const k3_session *s, k3_stats *out);
 /* Every id run so far, borrowed until the session's next call; *n is k3_session_pos. */
 const uint32_t *k3_session_ids(const k3_session *s, size_t *n);
 
-/* Geometry, tensor table and sampled contents of the weights in one number; equal for the same
- * weights wherever they lie and however they are cut into shards. The first call reads some
- * thousand samples. 0: a sample could not be read. */
-uint64_t k3_engine_fingerprint(const k3_engine *e);
+/* Two numbers that say which model this is. Both are equal for the same weights, wherever the
+ * weights lie and however they are cut into shards. */
+typedef struct {
+    uint64_t sampled; /* of geometry, constants, and samples of the weights: weights that differ
+                       * elsewhere have the same number                                          */
+    uint64_t by_sums; /* of geometry and k3.sums: weights that differ anywhere have another. 0: no
+                       * sums are known (none there, k3_options.no_check, experts_only, a k3.sums
+                       * without sums of contents, or sums written by this very engine)          */
+} k3_fingerprints;
+
+/* The first call reads some thousand samples. Errors  K3_EIO: a sample could not be read; K3_ENOMEM */
+int k3_engine_fingerprints(k3_engine *e, k3_fingerprints *out, k3_error *err);
 
 typedef struct {
     uint64_t file_bytes, raw_bytes, n_pos; /* on disk; as the session holds it */

@@ -137,7 +137,8 @@ typedef struct {
 } head;
 
 /* What a state of this engine says of its model; the rest is 0. */
-static int head_of_engine(head *h, const k3_engine *e, k3_error *err) {
+static int head_of_engine(head *h, k3_engine *e, k3_error *err) {
+    k3_fingerprints print;
     const k3_shape *sh = k3_engine_shape(e);
     uint32_t n_mla = 0;
     memset(h, 0, sizeof *h);
@@ -149,7 +150,9 @@ static int head_of_engine(head *h, const k3_engine *e, k3_error *err) {
     h->kda_dim = sh->kda_dim;
     h->kv_row = n_mla ? (uint32_t)(sh->pos_bytes / n_mla / sizeof(float)) : 0;
     h->eps_lora = sh->eps_lora;
-    return k3_state_fingerprint(e, &h->fingerprint, err);
+    int rc = k3_engine_fingerprints(e, &print, err);
+    h->fingerprint = print.sampled;
+    return rc;
 }
 
 static void head_write(const head *h, uint8_t out[HEAD_BYTES]) {

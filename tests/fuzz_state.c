@@ -51,7 +51,7 @@ static void setup(void) {
     e->mem = (ledger){.limit = 64u << 20, .lock = &e->accounts};
     e->n_threads = e->chunk = 1;
     e->plan.context = 16;
-    e->fingerprint = 0x1234;
+    e->print.sampled = 0x1234;
     must(scratch_open(e, &err) == 0 && k3_session_new(&s, e, 0, &err) == 0, "setup");
     fd = memfd_create("state", 0);
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);

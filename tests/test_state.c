@@ -92,6 +92,12 @@ static void ways_open(void) {
     n_vocab = way[0]->sh.vocab_size;
 }
 
+static uint64_t sampled(k3_engine *e) {
+    k3_fingerprints print = {0, 0};
+    CHECK_EQ_INT(k3_engine_fingerprints(e, &print, NULL), 0);
+    return print.sampled;
+}
+
 static k3_cache *cache_open(k3_engine *e, uint64_t max_bytes) {
     k3_cache *c;
     k3_error err;
@@ -323,7 +329,7 @@ static void test_format(void) {
     uint8_t *f = file_read(path_a, &n), *out = malloc(1 << 20);
     CHECK_EQ_MEM(f, "K3STATE\n\1\0\0\0\0\1\0\0", 16);
     CHECK_EQ_STR((const char *)f + 16, K3_NUMERICS_ID);
-    CHECK_EQ_INT(u64_at(f + 48), k3_engine_fingerprint(way[0]));
+    CHECK_EQ_INT(u64_at(f + 48), sampled(way[0]));
     CHECK_EQ_INT(u64_at(f + 56), 150);
     CHECK_EQ_INT(u64_at(f + 64), sizeof app);
     CHECK_EQ_INT(u64_at(f + 80), n);
@@ -508,9 +514,9 @@ static void test_fingerprint(void) {
     k3_error err = {{0}};
     k3_engine *eps = engine(NULL, 1, 8, 1e-5f), *other;
     k3_session *s = session(eps, 0);
-    uint64_t own = k3_engine_fingerprint(way[0]);
-    CHECK(own != 0 && own == k3_engine_fingerprint(way[n_ways - 1]));
-    CHECK(own != k3_engine_fingerprint(eps));
+    uint64_t own = sampled(way[0]);
+    CHECK(own != 0 && own == sampled(way[n_ways - 1]));
+    CHECK(own != sampled(eps));
     CHECK_EQ_INT(k3_session_load(s, path_a, NULL, NULL, NULL, &err), K3_ECHECK);
     CHECK(strstr(err.text, "lora eps of 1e-06, this run has 1e-05"));
     k3_session_free(s);
@@ -524,7 +530,7 @@ static void test_fingerprint(void) {
     char *real = realpath(demo_dir, NULL);
     CHECK(symlink(real, link_path) == 0 && k3_engine_open(&other, &o, &err) == 0);
     free(real);
-    CHECK_EQ_INT(k3_engine_fingerprint(other), own);
+    CHECK_EQ_INT(sampled(other), own);
     k3_engine_close(other);
     snprintf(command, sizeof command, "cp -r '%s' '%s' && chmod -R u+w '%s'", demo_dir, dir, dir);
     CHECK(system(command) == 0);
@@ -542,9 +548,76 @@ static void test_fingerprint(void) {
         fclose(f);
         o.model_dir = dir;
         CHECK_EQ_INT(k3_engine_open(&other, &o, &err), 0);
-        CHECK(k3_engine_fingerprint(other) != own);
+        CHECK(sampled(other) != own);
         k3_engine_close(other);
     }
+}
+
+/* The fingerprints of a directory after its sums were written, or with those that are there. */
+static k3_fingerprints prints_of(const char *dir, bool writes) {
+    k3_fingerprints print = {0, 0};
+    k3_error err = {{0}};
+    k3_options o;
+    k3_engine *e;
+    k3_options_default(&o);
+    o.model_dir = dir;
+    o.headers_only = true;
+    if (writes && CHECK_EQ_INT(k3_engine_open(&e, &o, &err), 0)) {
+        CHECK_EQ_INT(k3_engine_write_sums(e, true, &err), 256);
+        CHECK_EQ_INT(k3_engine_fingerprints(e, &print, &err), 0);
+        CHECK_EQ_INT(print.by_sums, 0); /* not what this engine computes with */
+        k3_engine_close(e);
+    }
+    if (CHECK_EQ_INT(k3_engine_open(&e, &o, &err), 0)) {
+        CHECK_EQ_INT(k3_engine_fingerprints(e, &print, &err), 0);
+        k3_engine_close(e);
+    }
+    return print;
+}
+
+/* Flip a bit in the middle of an expert that no sample looks at. */
+static void expert_flip(const char *dir, uint32_t il, uint32_t ie) {
+    k3_engine *e = way[0];
+    const expert_place *x = model_expert(&e->files, &e->sh, il, ie);
+    char path[256];
+    uint8_t byte;
+    snprintf(path, sizeof path, "%s/%s", dir, e->files.shards[x->shard[W3_PACKED]].name);
+    int fd = open(path, O_RDWR);
+    off_t where = (off_t)(x->offset[W3_PACKED] + expert_tensor_bytes(&e->sh, W3_PACKED) / 2 + 77);
+    CHECK(fd >= 0 && pread(fd, &byte, 1, where) == 1);
+    byte ^= 0x11;
+    CHECK(fd >= 0 && pwrite(fd, &byte, 1, where) == 1);
+    close(fd);
+}
+
+static void copy_demo(const char *dir) {
+    char command[1024];
+    snprintf(command, sizeof command, "rm -rf '%s' && cp -r '%s' '%s' && chmod -R u+w '%s'", dir,
+             demo_dir, dir, dir);
+    CHECK(system(command) == 0);
+}
+
+/* By sums: the same for the same weights in other shards, experts in pieces included; another when
+ * one expert differs where no sample looks. */
+static void test_prints_by_sums(void) {
+    char dir[128], recut[128], command[2048];
+    snprintf(dir, sizeof dir, "%s/sums", work_dir);
+    snprintf(recut, sizeof recut, "%s/recut", work_dir);
+    copy_demo(dir);
+    CHECK_EQ_INT(prints_of(dir, false).by_sums, 0);
+    k3_fingerprints own = prints_of(dir, true);
+    CHECK(own.by_sums != 0 && own.sampled == sampled(way[0]));
+    snprintf(command, sizeof command, "python3 %s/recut.py '%s' '%s'", "tests", demo_dir, recut);
+    if (CHECK(system(command) == 0)) {
+        k3_fingerprints cut = prints_of(recut, true);
+        CHECK(cut.by_sums == own.by_sums && cut.sampled == own.sampled);
+    }
+    expert_flip(dir, 3, 5);
+    k3_fingerprints other = prints_of(dir, true);
+    CHECK(other.sampled == own.sampled); /* else this test tests nothing */
+    CHECK(other.by_sums != 0 && other.by_sums != own.by_sums);
+    expert_flip(dir, 3, 5);
+    CHECK(prints_of(dir, true).by_sums == own.by_sums);
 }
 
 /* ---- Saving that fails ---- */
@@ -912,7 +985,7 @@ static k3_engine *engine_hollow(const char *config_dir, uint64_t context) {
     e->n_threads = engine_threads(0);
     e->chunk = 64;
     e->plan.context = context;
-    e->fingerprint = 1;
+    e->print.sampled = 1;
     return scratch_open(e, &err) < 0 ? NULL : e;
 }
 
@@ -1110,6 +1183,7 @@ int main(int argc, char **argv) {
     test_old_file();
     test_refusals();
     test_fingerprint();
+    test_prints_by_sums();
     test_save_errors();
     test_save_killed();
     test_snapshots();

@@ -755,7 +755,7 @@ static void test_sums_file(void) {
     uint64_t *v = malloc(size + 1), vocab = e->sh.vocab_size;
     if (!CHECK(fd >= 0 && v && read(fd, v, size) == (ssize_t)size)) return;
     n = v[2];
-    CHECK(memcmp(v, "K3SUMS1\n", 8) == 0 && size == 8 * (n + 4));
+    CHECK(memcmp(v, "K3SUMS2\n", 8) == 0 && size == 8 * (n + 4));
     for (uint32_t i = 0; i < 256; i += 37) { /* experts are the last of all */
         uint32_t il = e->sh.n_dense + i / e->sh.n_experts, ie = i % e->sh.n_experts;
         const expert_place *at = model_expert(&e->files, &e->sh, il, ie);
@@ -763,14 +763,18 @@ static void test_sums_file(void) {
         uint8_t bytes[1 << 16];
         CHECK(expert_is_whole(&e->sh, at, &lo) && e->sh.expert_bytes <= sizeof bytes);
         CHECK(pread(e->files.shards[at->shard[0]].fd[0], bytes, e->sh.expert_bytes, (off_t)lo) > 0);
-        CHECK(v[3 + n - 256 + i] == XXH3_64bits(bytes, e->sh.expert_bytes));
+        CHECK(v[3 + n - 512 + 2 * i] == XXH3_64bits(bytes, e->sh.expert_bytes));
+        uint64_t six[N_EXPERT_TENSORS]; /* and of the contents, in slot order */
+        for (int k = 0; k < N_EXPERT_TENSORS; k++)
+            six[k] = XXH3_64bits(bytes + (at->offset[k] - lo), expert_tensor_bytes(&e->sh, k));
+        CHECK(v[4 + n - 512 + 2 * i] == XXH3_64bits(six, sizeof six));
     }
     for (uint64_t id = 0; id < vocab; id += 97) { /* before them, the rows of the embedding */
         uint8_t row[8192];
         const place *at = &e->files.at_model[T_EMBED];
         uint64_t row_bytes = e->sh.hidden * 2;
         CHECK(pread(e->files.shards[at->shard].fd[0], row, row_bytes, (off_t)(at->offset + id * row_bytes)) > 0);
-        CHECK(v[3 + n - 256 - vocab + id] == XXH3_64bits(row, row_bytes));
+        CHECK(v[3 + n - 512 - vocab + id] == XXH3_64bits(row, row_bytes));
     }
     k3_engine_close(e);
     close(fd);
