@@ -115,10 +115,15 @@ uint64_t k3_expert_place_bytes(void);
 int k3_expert_read(k3_engine *e, uint32_t il, uint32_t ie, uint8_t *room, expert_view *x,
                    k3_error *err);
 
-/* XXH3 over the geometry that experts depend on and over samples of their bytes, four of each
- * layer: the same for every copy of a model however its shards are cut.
+/* Which model it is, for far boxes. sampled: XXH3 over the geometry that experts depend on and over
+ * samples of their bytes, four of each layer, which misses most of what can differ. by_sums: as
+ * k3_engine_fingerprints says. Both are the same for every copy of a model however its shards are cut.
  * Errors  K3_EIO; K3_EMODEL: a sampled expert is not there */
-int k3_expert_fingerprint(k3_engine *e, uint64_t *out, k3_error *err);
+int k3_expert_fingerprints(k3_engine *e, k3_fingerprints *out, k3_error *err);
+
+/* Are these the bytes that the engine's sums tell of? 1, they are; 0, others; -1, it has no sums that
+ * could tell. */
+int k3_expert_compare(const k3_engine *e, uint32_t il, uint32_t ie, const expert_view *x);
 
 /* Of an engine that was opened experts_only: is this expert there? Of any other: true. */
 bool k3_expert_has(const k3_engine *e, uint32_t il, uint32_t ie);

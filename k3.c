@@ -58,6 +58,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/file.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -2306,7 +2307,7 @@ struct k3_engine {
     double disk_ns, pair_ns; /* running: one more expert from disk, one (position, expert) */
     int64_t *far_sums; /* [boxes][far_rows][latent] answers that are computed here too, or NULL */
     uint32_t n_far_boxes;
-    uint64_t far_seed;
+    uint32_t far_dice[64], n_far_dice; /* random numbers; how many are not used yet */
     slot *far_fill; /* the last slot that was filled with what a box serves; NULL: none */
 };
 
@@ -4610,6 +4611,17 @@ static int64_t *far_sums(const k3_engine *e, uint32_t i_box) {
 
 #define FAR_MOST_NS 10000000000ull /* no box is waited for longer, whatever the disk costs */
 
+/* Is this layer one that is computed here as well? Nobody can know before, whatever he has seen so far:
+ * the dice are the system's. Without them every layer is. */
+static bool far_draw(k3_engine *e) {
+    if (!e->far_sums) return false;
+    if (e->n_far_dice == 0 &&
+        getrandom(e->far_dice, sizeof e->far_dice, 0) != (ssize_t)sizeof e->far_dice)
+        return true;
+    if (e->n_far_dice == 0) e->n_far_dice = sizeof e->far_dice / sizeof *e->far_dice;
+    return e->far_dice[--e->n_far_dice] % e->opt.tier_audit == 0;
+}
+
 /* z is there: all boxes are sent their parts. They may take as long as we would. */
 static void far_send(step *st) {
     k3_engine *e = st->e;
@@ -4617,8 +4629,7 @@ static void far_send(step *st) {
     uint64_t here = (uint64_t)(st->n_far * e->disk_ns + st->far_pairs * e->pair_ns),
              least = e->opt.tier_wait_us * 1000ull;
     if (here > FAR_MOST_NS) here = FAR_MOST_NS;
-    e->far_seed = e->far_seed * 6364136223846793005u + 1442695040888963407u;
-    st->is_audit = e->far_sums && (e->far_seed >> 33) % e->opt.tier_audit == 0;
+    st->is_audit = far_draw(e);
     for (uint32_t i = 0; st->is_audit && i < e->n_far_boxes; i++)
         memset(far_sums(e, i), 0, st->T * e->sh.latent * sizeof *e->far_sums);
     e->stats.far_audits += st->is_audit;
@@ -4767,10 +4778,11 @@ static int far_open(k3_engine *e, k3_error *err) {
     const k3_options *o = &e->opt;
     char why[400];
     if (!o->tiers || !o->tiers[0] || o->headers_only || sh->n_dense == sh->n_layers) return 0;
-    tier_model m = {K3_NUMERICS_ID, 0,          sh->n_layers,     sh->n_dense,
-                    sh->n_experts,  sh->latent, sh->expert_inter, sh->top_k};
-    int rc = k3_expert_fingerprint(e, &m.fingerprint, err);
+    k3_fingerprints print;
+    int rc = k3_expert_fingerprints(e, &print, err);
     if (rc < 0) return rc;
+    tier_model m = {K3_NUMERICS_ID, print.sampled, print.by_sums,    sh->n_layers, sh->n_dense,
+                    sh->n_experts,  sh->latent,    sh->expert_inter, sh->top_k};
     e->far_rows = o->chunk ? (uint32_t)o->chunk : TIER_MAX_ROWS;
     tier_options to = {.boxes = o->tiers,
                        .key_file = o->tier_key,
@@ -4784,7 +4796,6 @@ static int far_open(k3_engine *e, k3_error *err) {
     if (tier_open(&e->far, &m, &to, e->far_block, why, sizeof why) < 0)
         return fail(err, K3_EUSAGE, "%s", why);
     e->disk_ns = (double)sh->expert_bytes; /* 1 GB/s, until a layer says */
-    e->far_seed = clock_ns();              /* which answers are compared nobody can know */
     if (o->tier_audit == 0) return 0;
     while (o->tiers[e->n_far_boxes]) e->n_far_boxes++;
     e->far_sums = ledger_take(&e->mem, far_sums_bytes(e), "answers of far boxes", err);
@@ -6250,7 +6261,23 @@ int k3_config_read(k3_shape *sh, const char *dir, k3_error *err) {
 #define PRINT_SAMPLES 4
 #define PRINT_BYTES 64
 
-int k3_expert_fingerprint(k3_engine *e, uint64_t *out, k3_error *err) {
+int k3_expert_compare(const k3_engine *e, uint32_t il, uint32_t ie, const expert_view *x) {
+    const sums *u = &e->sums;
+    if (!u->sum || !k3_expert_has(e, il, ie)) return -1;
+    const uint64_t *sum = u->sum + expert_sum_index(e, il, ie);
+    if (u->has_contents) return sum[u->per_expert - 1] == verify_contents(&e->sh, x);
+    if (!e->opt.experts_only) return -1; /* of bytes in the order of their file */
+    XXH3_state_t *hash = XXH3_createState();
+    if (!hash) return -1;
+    XXH3_64bits_reset(hash);
+    for (int k = 0; k < N_EXPERT_TENSORS; k++)
+        XXH3_64bits_update(hash, x->p[k], (size_t)expert_tensor_bytes(&e->sh, k));
+    uint64_t got = XXH3_64bits_digest(hash);
+    XXH3_freeState(hash);
+    return got == sum[0];
+}
+
+int k3_expert_fingerprints(k3_engine *e, k3_fingerprints *out, k3_error *err) {
     const k3_shape *sh = &e->sh;
     uint32_t geometry[8] = {sh->n_layers, sh->n_dense,      sh->n_experts,
                             sh->latent,   sh->expert_inter, sh->top_k};
@@ -6273,6 +6300,9 @@ int k3_expert_fingerprint(k3_engine *e, uint64_t *out, k3_error *err) {
         if (rc < 0) return rc;
         h = XXH3_64bits_withSeed(sample, sizeof sample, h);
     }
-    *out = h;
+    out->sampled = h;
+    pthread_mutex_lock(&e->accounts);
+    out->by_sums = e->print.by_sums;
+    pthread_mutex_unlock(&e->accounts);
     return 0;
 }

@@ -500,13 +500,15 @@ static int hop_open(hop *h, console *con) {
     o.headers_only = true;
     if ((rc = engine_open(&h->e, &o)) != DONE) return rc;
     const k3_shape *sh = k3_engine_shape(h->e);
-    h->m = (tier_model){K3_NUMERICS_ID, 0,          sh->n_layers,     sh->n_dense,
-                        sh->n_experts,  sh->latent, sh->expert_inter, sh->top_k};
     h->math = (expert_math){k3_engine_table(h->e), sh->latent, sh->expert_inter, sh->situ_beta,
                             sh->situ_linear_beta};
     if (sh->n_dense == sh->n_layers) return fail(FAIL_MODEL, "%s: a model without experts", dir);
-    int status = k3_expert_fingerprint(h->e, &h->m.fingerprint, &err);
-    return status < 0 ? fail_status(status, &err) : DONE;
+    k3_fingerprints print;
+    int status = k3_expert_fingerprints(h->e, &print, &err);
+    if (status < 0) return fail_status(status, &err);
+    h->m = (tier_model){K3_NUMERICS_ID, print.sampled, print.by_sums,    sh->n_layers, sh->n_dense,
+                        sh->n_experts,  sh->latent,    sh->expert_inter, sh->top_k};
+    return DONE;
 }
 
 static void *hop_take(uint64_t n, size_t size, bool *is_ok) {

@@ -156,7 +156,7 @@ typedef struct {
     k3_engine *e;
     const k3_shape *sh;
     const char *dir;
-    uint64_t fingerprint;
+    k3_fingerprints print;
     slice_expert *list;
     uint32_t n;
     k3_options o; /* for its progress */
@@ -179,7 +179,7 @@ static int job_open(job *j, const cli_args *a) {
     j->sh = k3_engine_shape(j->e);
     if (j->sh->n_layers == j->sh->n_dense)
         return fail(FAIL_MODEL, "%s: a model without experts", j->dir);
-    int status = k3_expert_fingerprint(j->e, &j->fingerprint, &err);
+    int status = k3_expert_fingerprints(j->e, &j->print, &err);
     if (status < 0) return fail_status(status, &err);
     rc = a->pins ? pins_read(a->pins, j->sh, &j->list, &j->n) : pins_all(j->sh, &j->list, &j->n);
     return rc == DONE ? feed_open(&j->feed, j->e) : rc;
@@ -236,7 +236,7 @@ static uint32_t shard_experts(const slicing *s, uint32_t i, uint32_t *first) {
 /* How shard i begins (k3_shard_head). */
 static char *header_make(const slicing *s, uint32_t i_shard, size_t *n) {
     uint32_t first, n_experts = shard_experts(s, i_shard, &first);
-    return k3_shard_head(s->j->e, s->man.latent, s->man.inter, s->man.fingerprint,
+    return k3_shard_head(s->j->e, s->man.latent, s->man.inter, s->man.sampled,
                          s->j->list + first, n_experts, n);
 }
 
@@ -284,7 +284,9 @@ static int slicing_describe(slicing *s) {
     if (!s->config)
         return fail(FAIL_IO, "%s: %s", path, errno ? strerror(errno) : "longer than 64 MiB");
     snprintf(s->man.numerics, sizeof s->man.numerics, "%s", K3_NUMERICS_ID);
-    s->man.fingerprint = s->j->fingerprint;
+    s->man.version = 2;
+    s->man.sampled = s->j->print.sampled;
+    s->man.by_sums = s->j->print.by_sums;
     s->man.config_sum = XXH3_64bits(s->config, s->n_config);
     s->man.n_layers = sh->n_layers;
     s->man.n_dense = sh->n_dense;
@@ -585,6 +587,9 @@ int cmd_slice(const cli_args *a) {
         if (rc == DONE && !a->quiet) say("%s: this slice is there, whole", a->out);
         goto done;
     }
+    if (rc == DONE && s.man.by_sums == 0 && !a->quiet)
+        say("note: %s has no sums: clients will compare this slice with their model by samples only; "
+            "`k3 verify --write-sums` makes them", j.dir);
     if (rc == DONE) rc = dir_is_ours(&s);
     if (rc == DONE) rc = list_open(&s);
     if (rc == DONE) rc = dir_has_room(&s);
@@ -617,6 +622,7 @@ typedef struct {
     uint64_t id;
     uint8_t *held; /* [n_layers - n_dense][map bytes] */
     uint32_t capacity;
+    bool is_sampled; /* the box and we have not both sums: samples were compared, and offered experts */
     char *config; /* config.json, for a box that keeps what comes */
     size_t n_config;
     char why[TIER_MAX_TEXT + 64]; /* of a call that returned false */
@@ -730,13 +736,16 @@ static bool wire_send(wire *w, enum tier_type type, size_t n) {
 
 /* ==== 5. k3 stage: hello, experts one by one ========================================== */
 
-/* Prove that both know the key; then the welcome is in `in`. */
-static bool stage_prove(wire *w, const uint8_t hello[TIER_HELLO_BYTES], tier_head *h) {
-    const char *why =
-        tier_answer(&w->key, hello, w->in + TIER_HEAD_BYTES, h->n, w->out + TIER_HEAD_BYTES);
+/* Prove that both know the key, we first; then the welcome is in `in`. */
+static bool stage_prove(wire *w, tier_talk *talk, tier_head *h) {
+    const uint8_t *in = w->in + TIER_HEAD_BYTES;
+    const char *why = tier_link_binding(&w->link, talk->binding);
+    if (!why) why = tier_answer(&w->key, talk, in, h->n, w->out + TIER_HEAD_BYTES);
     if (why) return wire_fail(w, why);
-    return wire_send(w, TIER_PROOF, TIER_PROOF_BYTES) &&
-           wire_read(w, TIER_WELCOME, TIER_WELCOME, h);
+    if (!wire_send(w, TIER_PROOF, TIER_PROOF_BYTES) || !wire_read(w, TIER_PROOF, TIER_PROOF, h))
+        return false;
+    if ((why = tier_believe(&w->key, talk, in, h->n)) != NULL) return wire_fail(w, why);
+    return wire_read(w, TIER_WELCOME, TIER_WELCOME, h);
 }
 
 /* What the box holds of each layer. */
@@ -747,15 +756,17 @@ static bool stage_resident(wire *w, const uint8_t *p, size_t n) {
 
 /* From hello to what the box holds. */
 static bool stage_hello(wire *w, const k3_shape *sh) {
-    uint8_t hello[TIER_HELLO_BYTES], nonce[TIER_NONCE_BYTES], *p = w->out + TIER_HEAD_BYTES;
+    uint8_t nonce[TIER_NONCE_BYTES], *p = w->out + TIER_HEAD_BYTES;
+    tier_talk talk;
     tier_head h;
     if (!tier_nonce(nonce)) return wire_fail(w, "no random bytes");
-    tier_hello_pack(hello, &w->m, TIER_STAGES, nonce);
-    memcpy(p, hello, sizeof hello);
-    if (!wire_send(w, TIER_HELLO, sizeof hello) || !wire_read(w, TIER_WELCOME, TIER_CHALLENGE, &h))
+    tier_hello_pack(talk.hello, &w->m, TIER_STAGES, nonce);
+    memcpy(p, talk.hello, sizeof talk.hello);
+    if (!wire_send(w, TIER_HELLO, sizeof talk.hello) ||
+        !wire_read(w, TIER_WELCOME, TIER_CHALLENGE, &h))
         return false;
     bool is_asked = h.type == TIER_CHALLENGE;
-    if (is_asked && !stage_prove(w, hello, &h)) return false;
+    if (is_asked && !stage_prove(w, &talk, &h)) return false;
     if (w->key.n > 0 && !is_asked)
         return wire_fail(w, "the box does not ask for the key: not the one meant");
     const float beta[2] = {sh->situ_beta, sh->situ_linear_beta};
@@ -767,6 +778,7 @@ static bool stage_hello(wire *w, const k3_shape *sh) {
         return false;
     if (h.n != TIER_WELCOME_BYTES) return wire_fail(w, "a welcome of the wrong length");
     w->capacity = tier_get32(w->in + TIER_HEAD_BYTES);
+    w->is_sampled = !w->m.by_sums || !tier_get64(w->in + TIER_HEAD_BYTES + 24);
     w->wait_ms = STAGE_WAIT_MS;
     return wire_read(w, TIER_RESIDENT, TIER_RESIDENT, &h) &&
            stage_resident(w, w->in + TIER_HEAD_BYTES, h.n);
@@ -904,8 +916,8 @@ static int stage_room(wire *w, const job *j, const cli_args *a) {
     char path[4096];
     const char *why = a->psk_file ? tier_key_read(a->psk_file, &w->key) : NULL;
     if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", a->psk_file, why);
-    w->m = (tier_model){K3_NUMERICS_ID, j->fingerprint, sh->n_layers,     sh->n_dense,
-                        sh->n_experts,  sh->latent,     sh->expert_inter, sh->top_k};
+    w->m = (tier_model){K3_NUMERICS_ID, j->print.sampled, j->print.by_sums, sh->n_layers, sh->n_dense,
+                        sh->n_experts,  sh->latent,       sh->expert_inter, sh->top_k};
     if (!tier_model_is_stageable(&w->m))
         return fail(FAIL_MODEL, "%s: more than a frame can name", j->dir);
     size_t resident = tier_resident_bytes(&w->m, sh->n_layers - sh->n_dense);
@@ -936,6 +948,9 @@ int cmd_stage(const cli_args *a) {
     if (rc == DONE && !stage_hello(&w, j.sh))
         rc = interrupted ? fail(INTERRUPTED, "interrupted")
                          : fail(w.code, "stage %s: %s", w.addr, w.why);
+    if (rc == DONE && w.is_sampled && !a->quiet)
+        say("note: %s: models were compared by samples only, since %s has no sums; `k3 verify "
+            "--write-sums` makes them", w.addr, w.m.by_sums ? "its model" : "this one");
     if (rc == DONE) rc = stage_run(&j, &w);
     if (rc == DONE) wire_send(&w, TIER_GOODBYE, 0);
     if (w.is_open) w.link.by->close(&w.link);

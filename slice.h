@@ -6,9 +6,11 @@
  *
  * k3.slice is text, a line each, single blanks, no line longer than 127 bytes:
  *
- *     k3-slice 1                                version of this format
+ *     k3-slice 2                                version of this format
  *     numerics k3-f32-dot16-q40                 NUMERICS id of the writer
- *     fingerprint 0123456789abcdef              of all experts of the model (experts.h)
+ *     fingerprint 0123456789abcdef 0123456789abcdef
+ *                                               of the model: by samples of its experts (experts.h),
+ *                                               and by sums (k3.h), 0 where it has none
  *     geometry 93 1 896 3584 3072 16            layers, of them dense, experts a layer, latent,
  *                                               expert inter, top_k
  *     situ 40800000 41c80000                    bits of the two SiTU betas, f32
@@ -21,6 +23,8 @@
  * Numbers are decimal without leading zeros, or as many hex digits as shown. Until a slice is whole
  * the file is called k3.slice.part and has the lines of finished shards, and no end. A box
  * that keeps what is staged (tier_keep.h) writes the same, without an index.
+ *
+ * Version 1 had no fingerprint by sums; it is read, and gone on with, as if of a model without sums.
  */
 #ifndef K3_SLICE_H
 #define K3_SLICE_H
@@ -52,8 +56,9 @@ typedef struct slice_expert {
 } slice_expert;
 
 typedef struct {
+    uint32_t version; /* 1 or 2 */
     char numerics[32];
-    uint64_t fingerprint, config_sum;
+    uint64_t sampled, by_sums, config_sum; /* by_sums 0: not known; of version 1 always */
     uint32_t n_layers, n_dense, n_experts, latent, inter, top_k;
     uint32_t beta_bits, linear_beta_bits;
     uint32_t n, n_done; /* experts; lines of them, fewer while it is not whole */
@@ -62,12 +67,14 @@ typedef struct {
 
 /* The lines before the first expert; how many bytes. `text`: 8 SLICE_LINE bytes. */
 static inline size_t slice_head_write(const slice *s, char *text) {
+    char by_sums[24] = "";
+    if (s->version > 1) snprintf(by_sums, sizeof by_sums, " %016llx", (unsigned long long)s->by_sums);
     int n = snprintf(text, 8 * SLICE_LINE,
-                     "k3-slice 1\nnumerics %s\nfingerprint %016llx\ngeometry %u %u %u %u %u %u\n"
+                     "k3-slice %u\nnumerics %s\nfingerprint %016llx%s\ngeometry %u %u %u %u %u %u\n"
                      "situ %08x %08x\nconfig %016llx\nexperts %u\n",
-                     s->numerics, (unsigned long long)s->fingerprint, s->n_layers, s->n_dense,
-                     s->n_experts, s->latent, s->inter, s->top_k, s->beta_bits, s->linear_beta_bits,
-                     (unsigned long long)s->config_sum, s->n);
+                     s->version, s->numerics, (unsigned long long)s->sampled, by_sums, s->n_layers,
+                     s->n_dense, s->n_experts, s->latent, s->inter, s->top_k, s->beta_bits,
+                     s->linear_beta_bits, (unsigned long long)s->config_sum, s->n);
     return (size_t)n;
 }
 
@@ -98,17 +105,25 @@ static inline size_t slice_line(const char *text, size_t n, size_t at, char line
  * it. Returns its length, or 0. */
 static inline size_t slice_head_parse(const char *text, size_t n, slice *s) {
     char head[8 * SLICE_LINE], again[8 * SLICE_LINE];
-    unsigned long long print, config;
+    unsigned long long sampled, by_sums = 0, config;
+    int n_used = 0;
     size_t n_head = n < sizeof head - 1 ? n : sizeof head - 1;
     memcpy(head, text, n_head);
     head[n_head] = 0;
-    if (sscanf(head,
-               "k3-slice 1\nnumerics %31s\nfingerprint %16llx\ngeometry %10u %10u %10u %10u %10u "
-               "%10u\nsitu %8x %8x\nconfig %16llx\nexperts %10u\n",
-               s->numerics, &print, &s->n_layers, &s->n_dense, &s->n_experts, &s->latent, &s->inter,
-               &s->top_k, &s->beta_bits, &s->linear_beta_bits, &config, &s->n) != 12)
+    if (sscanf(head, "k3-slice %10u\nnumerics %31s\nfingerprint %16llx%n", &s->version, s->numerics,
+               &sampled, &n_used) != 3 ||
+        s->version < 1 || s->version > 2)
         return 0;
-    s->fingerprint = print;
+    const char *rest = head + n_used;
+    n_used = 0;
+    if (s->version > 1 && (sscanf(rest, " %16llx%n", &by_sums, &n_used) != 1 || n_used == 0)) return 0;
+    if (sscanf(rest + n_used,
+               "\ngeometry %10u %10u %10u %10u %10u %10u\nsitu %8x %8x\nconfig %16llx\nexperts %10u\n",
+               &s->n_layers, &s->n_dense, &s->n_experts, &s->latent, &s->inter, &s->top_k,
+               &s->beta_bits, &s->linear_beta_bits, &config, &s->n) != 10)
+        return 0;
+    s->sampled = sampled;
+    s->by_sums = by_sums;
     s->config_sum = config;
     n = slice_head_write(s, again);
     return n <= n_head && memcmp(head, again, n) == 0 ? n : 0;
@@ -151,7 +166,7 @@ static inline const char *slice_parse(const char *text, size_t n, bool is_part, 
     char line[SLICE_LINE], end[SLICE_LINE];
     memset(s, 0, sizeof *s);
     size_t at = slice_head_parse(text, n, s);
-    if (at == 0) return "not a k3.slice of version 1";
+    if (at == 0) return "not a k3.slice of version 1 or 2";
     if (!slice_head_is_fit(s)) return "an impossible geometry";
     uint8_t *seen = calloc(((size_t)(s->n_layers - s->n_dense) * s->n_experts + 7) / 8, 1);
     s->list = calloc(s->n, sizeof *s->list);

@@ -24,7 +24,7 @@
 /* ---- 1. Limits ---------------------------------------------------------------------
  *
  * Both ends enforce all of them before they allocate or believe anything. */
-#define TIER_VERSION 1
+#define TIER_VERSION 2
 #define TIER_PORT "7383"
 #define TIER_MAX_BOXES 16
 #define TIER_MAX_LAYERS 1024
@@ -42,12 +42,13 @@
 #define TIER_HELLO_MS 5000 /* who has not been welcomed by then is cut off       */
 #define TIER_HASTE_MS 500  /* ... by then, if there is no place for another      */
 #define TIER_MAX_KEY 1024u /* bytes of a key file                                */
-#define TIER_MIN_KEY 16u
+#define TIER_MIN_KEY 32u
 
 /* What both ends must have alike; the hello carries it. */
 typedef struct {
-    const char *numerics; /* K3_NUMERICS_ID                        */
-    uint64_t fingerprint; /* of the experts' geometry and contents */
+    const char *numerics; /* K3_NUMERICS_ID                                          */
+    uint64_t sampled;     /* of the experts' geometry and samples of their contents  */
+    uint64_t by_sums;     /* k3_fingerprints.by_sums of the whole model; 0: no sums  */
     uint32_t n_layers, n_dense, n_experts, latent, inter, top_k;
 } tier_model;
 
@@ -156,7 +157,7 @@ void tier_stats_get(const tier *t, tier_stats *out);
  * All integers and floats little-endian, all reserved bytes 0. A frame:
  *
  *      0   3  "K3T"
- *      3   1  version, 1
+ *      3   1  version, 2
  *      4   1  type
  *      5   3  0
  *      8   4  n, bytes of the payload
@@ -165,35 +166,48 @@ void tier_stats_get(const tier *t, tier_stats *out);
  *     24   8  XXH3-64 of the payload, seeded with the XXH3-64 of bytes 0..23
  *     32   n  payload
  *
- * A connection begins with the client's hello. The server answers with a welcome and a resident
- * frame, or with a refusal; when it has a key it first sends a challenge and wants a proof. Then
- * the client sends requests, wishes, stats and goodbye; the server replies, stats, resident frames
- * at any time, goodbye. Any fault in a frame ends that connection and nothing else.
+ * The head, and what a refusal is, are the same in all versions: a server tells a client of another
+ * version why in a frame of the client's own version.
  *
- * Who stages (role 2) brings experts to a box. After the welcome it says begin; a box that has no
- * model yet takes geometry and fingerprint of the hello and of this for its own. The server answers
+ * A connection begins with the client's hello. The server answers with a welcome and a resident
+ * frame, or with a refusal. When the server has keys for the client's role, a challenge comes first:
+ * the client proves that it knows one of the keys, then the server proves that it knows the same,
+ * then comes the welcome. Then the client sends requests, wishes, stats and goodbye; the server
+ * replies, stats, resident frames at any time, goodbye. Any fault in a frame ends that connection and
+ * nothing else.
+ *
+ * Both proofs are about the hello, the server's nonce and, over TLS, that very connection (the
+ * exporter's channel binding, RFC 9266): a proof that is passed on over another connection is none. The
+ * client goes first, so that a stranger who dials a server learns nothing to try keys on.
+ *
+ * Who stages (role 2) brings experts to a box, if the box lets it (tier_server.c, stage_right). After
+ * the welcome it says begin; a box that has no model yet takes geometry and fingerprints of the hello and
+ * of this for its own. The server answers
  * with another welcome and a resident frame. Then, expert by expert: the client offers one, the
  * server's verdict is that it wants it, the client sends its pieces in order and commits, the
  * server's verdict is that it has it. With any other verdict the client goes on to the next expert.
  * What is not committed when the connection ends is forgotten.
  *
- * hello, 104 bytes                         client to server
+ * hello, 112 bytes                         client to server
  *      0  32  numerics id, padded with 0
- *     32   8  fingerprint of the model
- *     40   4  layers            44   4  of them dense, the first
- *     48   4  experts a layer   52   4  latent
- *     56   4  expert inter      60   4  top_k
- *     64   1  role: 0 asks for experts, 1 for stats only (the model does not matter), 2 stages
- *     65   7  0
- *     72  32  nonce
- * challenge, 64 bytes                      server to client
+ *     32   8  fingerprint of geometry and samples
+ *     40   8  fingerprint by sums, or 0: no sums
+ *     48   4  layers            52   4  of them dense, the first
+ *     56   4  experts a layer   60   4  latent
+ *     64   4  expert inter      68   4  top_k
+ *     72   1  role: 0 asks for experts, 1 for stats only (the model does not matter), 2 stages
+ *     73   7  0
+ *     80  32  nonce
+ * challenge, 32 bytes                      server to client
  *      0  32  nonce
- *     32  32  HMAC-SHA256 of "k3-tier server", the hello and this nonce
- * proof, 32 bytes                          client to server
- *      0  32  HMAC-SHA256 of "k3-tier client", the hello and the server's nonce
- * welcome, 16 bytes                        server to client
+ * proof, 32 bytes                          client to server, answered by server to client
+ *      0  32  HMAC-SHA256 of "k3-tier client" or "k3-tier server", the hello, the challenge's nonce, and
+ *             the 32 bytes of the channel binding, 0 without TLS
+ * welcome, 32 bytes                        server to client
  *      0   4  experts it has room for       4   4  experts it holds
  *      8   4  rows of a request at most    12   4  experts it can read for itself
+ *     16   8  its fingerprint of geometry and samples; both are 0 while it has no model
+ *     24   8  its fingerprint by sums, or 0: no sums
  * refuse, goodbye, 0..256 bytes            a reason, as text
  * resident, any number of                  server to client
  *      0   2  layer              2   2  0
@@ -261,11 +275,14 @@ enum tier_role { TIER_ASKS, TIER_LOOKS, TIER_STAGES, TIER_N_ROLES };
 enum tier_verdict { TIER_HAS, TIER_WANTS, TIER_FULL, TIER_BUSY, TIER_N_VERDICTS };
 
 #define TIER_HEAD_BYTES 32u
-#define TIER_HELLO_BYTES 104u
-#define TIER_CHALLENGE_BYTES 64u
+#define TIER_HELLO_BYTES 112u
+#define TIER_HELLO_ROLE 72u /* where its role is */
+#define TIER_CHALLENGE_BYTES 32u
 #define TIER_PROOF_BYTES 32u
-#define TIER_WELCOME_BYTES 16u
+#define TIER_WELCOME_BYTES 32u
 #define TIER_NONCE_BYTES 32u
+#define TIER_BINDING_BYTES 32u /* of a TLS connection: 0 without TLS */
+#define TIER_BINDING "EXPORTER-Channel-Binding"
 #define TIER_FIXED_BYTES 16u /* of a request, of a reply */
 #define TIER_BEGIN_BYTES 16u /* and config.json */
 #define TIER_OFFER_BYTES 24u
@@ -277,6 +294,9 @@ enum tier_verdict { TIER_HAS, TIER_WANTS, TIER_FULL, TIER_BUSY, TIER_N_VERDICTS 
 #define TIER_WHY_MODEL "another model: "
 #define TIER_WHY_ROOM "too little memory: " /* for one expert */
 #define TIER_WHY_SUM "damaged: "            /* an expert      */
+
+/* Of a proof by no key that counts; over TLS it may be that two connections were tied together. */
+#define TIER_WHY_KEY "another key, or somebody between us"
 
 /* The places of a stats frame. */
 enum tier_stat {
@@ -375,10 +395,13 @@ static inline size_t tier_seal(uint8_t *frame, enum tier_type type, uint64_t id,
     return TIER_HEAD_BYTES + (size_t)n;
 }
 
+#define TIER_WHY_VERSION                                                                             \
+    "another version of the protocol than 2: install the same release of k3 and k3-tier at both ends"
+
 /* Read a head; NULL, or what is wrong with it. The length is within TIER_MAX_FRAME. */
 static inline const char *tier_head_parse(const uint8_t *p, tier_head *h) {
     if (memcmp(p, "K3T", 3) != 0) return "not a frame";
-    if (p[3] != TIER_VERSION) return "another version of the protocol";
+    if (p[3] != TIER_VERSION) return TIER_WHY_VERSION;
     if (p[4] == 0 || p[4] >= TIER_N_TYPES) return "a frame of no known type";
     if (p[5] | p[6] | p[7] | tier_get32(p + 12)) return "reserved bytes are not 0";
     h->type = (enum tier_type)p[4];
@@ -401,11 +424,12 @@ static inline void tier_hello_pack(uint8_t *p, const tier_model *m, uint8_t role
     size_t n = strlen(m->numerics);
     memset(p, 0, TIER_HELLO_BYTES);
     memcpy(p, m->numerics, n < 32 ? n : 32);
-    tier_put64(p + 32, m->fingerprint);
+    tier_put64(p + 32, m->sampled);
+    tier_put64(p + 40, m->by_sums);
     const uint32_t v[6] = {m->n_layers, m->n_dense, m->n_experts, m->latent, m->inter, m->top_k};
-    memcpy(p + 40, v, sizeof v);
-    p[64] = role;
-    memcpy(p + 72, nonce, TIER_NONCE_BYTES);
+    memcpy(p + 48, v, sizeof v);
+    p[TIER_HELLO_ROLE] = role;
+    memcpy(p + 80, nonce, TIER_NONCE_BYTES);
 }
 
 /* NULL, or what is wrong with it. */
@@ -414,12 +438,21 @@ static inline const char *tier_hello_parse(const uint8_t *p, size_t n, tier_hell
     if (n != TIER_HELLO_BYTES) return "a hello of the wrong length";
     memcpy(h->numerics, p, 32);
     h->numerics[32] = 0;
-    memcpy(v, p + 40, sizeof v);
-    h->model = (tier_model){h->numerics, tier_get64(p + 32), v[0], v[1], v[2], v[3], v[4], v[5]};
-    h->role = p[64];
-    for (int i = 65; i < 72; i++)
+    memcpy(v, p + 48, sizeof v);
+    h->model = (tier_model){h->numerics, tier_get64(p + 32), tier_get64(p + 40), v[0], v[1], v[2],
+                            v[3],        v[4],               v[5]};
+    h->role = p[TIER_HELLO_ROLE];
+    for (int i = 73; i < 80; i++)
         if (p[i]) return "reserved bytes are not 0";
     return h->role >= TIER_N_ROLES ? "a hello of no known role" : NULL;
+}
+
+/* Fingerprints say one model? By sums, where both ends have sums; else by samples, which miss most of
+ * what can differ. Of two ends that must say so `*by_sums` tells which it was; NULL: nobody asks. */
+static inline bool tier_prints_agree(const tier_model *a, const tier_model *b, bool *by_sums) {
+    bool has_both = a->by_sums != 0 && b->by_sums != 0;
+    if (by_sums) *by_sums = has_both;
+    return has_both ? a->by_sums == b->by_sums : a->sampled == b->sampled;
 }
 
 /* Why two ends cannot work together, or NULL. `text` is written for it, and begins TIER_WHY_MODEL. */
@@ -441,9 +474,12 @@ static inline const char *tier_model_differs(const tier_model *here, const tier_
             snprintf(text, cap, TIER_WHY_MODEL "%u %s here, %u there", a[i], what[i], b[i]);
             return text;
         }
-    if (here->fingerprint == there->fingerprint) return NULL;
-    snprintf(text, cap, TIER_WHY_MODEL "fingerprint %016llx here, %016llx there",
-             (unsigned long long)here->fingerprint, (unsigned long long)there->fingerprint);
+    bool by_sums;
+    if (tier_prints_agree(here, there, &by_sums)) return NULL;
+    snprintf(text, cap, TIER_WHY_MODEL "fingerprint %s%016llx here, %016llx there",
+             by_sums ? "by sums " : "",
+             (unsigned long long)(by_sums ? here->by_sums : here->sampled),
+             (unsigned long long)(by_sums ? there->by_sums : there->sampled));
     return text;
 }
 
@@ -686,12 +722,28 @@ static inline void tier_socket_tune(int fd) {
 
 /* ---- Credentials ----
  *
- * Both ends prove that they know the key; neither sends it. This keeps strangers out. It does not
- * hide what is sent, nor guard it against someone on the path who can alter it: TLS does. */
+ * Both ends prove that they know a key; neither sends it. This keeps strangers out. It does not hide
+ * what is sent, nor guard it against someone on the path who can alter it: TLS does. Whoever knows a
+ * key can pretend to be a box to those who have the same, and whoever pretends to be a box gets a proof
+ * on which keys can be tried: so a key is 32 random bytes, and short or plain ones are refused. */
 typedef struct {
     uint8_t bytes[TIER_MAX_KEY];
     size_t n; /* 0: none */
 } tier_key;
+
+#define TIER_MAKE_KEY "make one: (umask 077; openssl rand -base64 32 >FILE)"
+
+/* How many different bytes there are. 32 random bytes as hex digits have 13 of 16, but for one key in
+ * millions 8 or more. */
+static inline unsigned tier_key_kinds(const tier_key *key) {
+    uint8_t seen[256] = {0};
+    unsigned n = 0;
+    for (size_t i = 0; i < key->n; i++) {
+        n += !seen[key->bytes[i]];
+        seen[key->bytes[i]] = 1;
+    }
+    return n;
+}
 
 /* Read a key: the whole file, less the newline at its end. NULL, or why not. */
 static inline const char *tier_key_read(const char *path, tier_key *key) {
@@ -713,36 +765,48 @@ static inline const char *tier_key_read(const char *path, tier_key *key) {
     key->n = (size_t)got;
     while (key->n > 0 && (key->bytes[key->n - 1] == '\n' || key->bytes[key->n - 1] == '\r'))
         key->n--;
-    return key->n < TIER_MIN_KEY ? "shorter than 16 bytes" : NULL;
+    if (key->n < TIER_MIN_KEY) return "shorter than 32 bytes, so it can be guessed; " TIER_MAKE_KEY;
+    return tier_key_kinds(key) < 8 ? "not random, so it can be guessed; " TIER_MAKE_KEY : NULL;
 }
 
-/* HMAC-SHA256 of who, the hello and the server's nonce. False when libcrypto has none: then nobody is
+/* What a proof is about, as each end saw it. */
+typedef struct {
+    uint8_t hello[TIER_HELLO_BYTES], nonce[TIER_NONCE_BYTES], binding[TIER_BINDING_BYTES];
+} tier_talk;
+
+#define TIER_CLIENT "k3-tier client"
+#define TIER_SERVER "k3-tier server"
+
+/* HMAC-SHA256 of who, one of the two above, and the talk. False when libcrypto has none: then nobody is
  * believed. */
-static inline bool tier_proof(const tier_key *key, const char *who,
-                              const uint8_t hello[TIER_HELLO_BYTES],
-                              const uint8_t nonce[TIER_NONCE_BYTES], uint8_t out[32]) {
-    uint8_t text[14 + TIER_HELLO_BYTES + TIER_NONCE_BYTES];
-    unsigned n = 32;
-    memcpy(text, who, 14); /* "k3-tier server", "k3-tier client" */
-    memcpy(text + 14, hello, TIER_HELLO_BYTES);
-    memcpy(text + 14 + TIER_HELLO_BYTES, nonce, TIER_NONCE_BYTES);
+static inline bool tier_proof(const tier_key *key, const char *who, const tier_talk *talk,
+                              uint8_t out[TIER_PROOF_BYTES]) {
+    uint8_t text[14 + sizeof *talk];
+    unsigned n = TIER_PROOF_BYTES;
+    memcpy(text, who, 14);
+    memcpy(text + 14, talk, sizeof *talk);
     return HMAC(EVP_sha256(), key->bytes, (int)key->n, text, sizeof text, out, &n) && n == 32;
 }
 
 #define TIER_NO_HMAC "libcrypto has no HMAC-SHA256 here: see OPENSSL_CONF"
 
-/* The client's answer to a challenge of n bytes, if the server has proven that it knows the key. NULL
- * and the proof, which may be written over the challenge; or why there is none. */
-static inline const char *tier_answer(const tier_key *key, const uint8_t hello[TIER_HELLO_BYTES],
+/* The client's answer to a challenge of n bytes: NULL and the proof, which may be written over the
+ * challenge; or why there is none. */
+static inline const char *tier_answer(const tier_key *key, tier_talk *talk,
                                       const uint8_t *challenge, size_t n, uint8_t *proof) {
-    uint8_t want[32], nonce[TIER_NONCE_BYTES];
     if (key->n == 0) return "the box wants a key: give --psk-file";
     if (n != TIER_CHALLENGE_BYTES) return "a challenge of the wrong length";
-    if (!tier_proof(key, "k3-tier server", hello, challenge, want)) return TIER_NO_HMAC;
-    if (CRYPTO_memcmp(want, challenge + TIER_NONCE_BYTES, 32) != 0)
-        return "the box has another key";
-    memcpy(nonce, challenge, sizeof nonce);
-    return tier_proof(key, "k3-tier client", hello, nonce, proof) ? NULL : TIER_NO_HMAC;
+    memcpy(talk->nonce, challenge, TIER_NONCE_BYTES);
+    return tier_proof(key, TIER_CLIENT, talk, proof) ? NULL : TIER_NO_HMAC;
+}
+
+/* Does the box know the key as well? NULL, or why it is not believed. */
+static inline const char *tier_believe(const tier_key *key, const tier_talk *talk,
+                                       const uint8_t *proof, size_t n) {
+    uint8_t want[TIER_PROOF_BYTES];
+    if (!tier_proof(key, TIER_SERVER, talk, want)) return TIER_NO_HMAC;
+    if (n == sizeof want && CRYPTO_memcmp(want, proof, sizeof want) == 0) return NULL;
+    return "the box has another key";
 }
 
 static inline bool tier_nonce(uint8_t out[TIER_NONCE_BYTES]) {

@@ -60,6 +60,7 @@ typedef struct box {
     uint8_t *held; /* [n_layers - n_dense][map bytes]      */
     uint32_t misses, troubles, dials; /* misses: in halves */
     bool has_served; /* since the connection began           */
+    bool is_sampled; /* its model was compared by samples only */
     bool is_doubted; /* its last answer did not come in time: one expert at a time   */
 
     uint8_t *out, *in; /* a frame to send; what has come       */
@@ -644,49 +645,71 @@ static const char *hello_turn(box *b, uint64_t until_ns, size_t most, tier_head 
     return rc < 0 ? why : NULL;
 }
 
-/* The server proves that it knows the key, and so do we. */
-static const char *hello_prove(box *b, const uint8_t hello[TIER_HELLO_BYTES], const tier_head *h) {
-    const char *why =
-        tier_answer(&b->t->key, hello, box_payload(b), h->n, b->out + TIER_HEAD_BYTES);
+/* A challenge is at the front: we prove that we know the key, then the box does. The frame behind its
+ * proof, or instead of that, is then at the front. */
+static const char *hello_prove(box *b, tier_talk *talk, uint64_t until_ns, bool *is_proven,
+                               tier_head *h) {
+    const char *why = tier_link_binding(&b->link, talk->binding);
+    if (!why)
+        why = tier_answer(&b->t->key, talk, box_payload(b), h->n, b->out + TIER_HEAD_BYTES);
     if (why) return why;
+    box_pop(b, h);
     b->n_out = tier_seal(b->out, TIER_PROOF, 0, TIER_PROOF_BYTES);
     b->i_out = 0;
-    return NULL;
+    if ((why = hello_turn(b, until_ns, TIER_MAX_EARLY, h)) != NULL || h->type != TIER_PROOF)
+        return why;
+    if ((why = tier_believe(&b->t->key, talk, box_payload(b), h->n)) != NULL) return why;
+    *is_proven = true;
+    box_pop(b, h);
+    return hello_turn(b, until_ns, TIER_MAX_EARLY, h);
+}
+
+/* What a welcome says. NULL, or why this box is none of ours: its fingerprints are compared here as
+ * well. */
+static const char *hello_welcome(box *b, const tier_head *h, char *text, size_t cap) {
+    const uint8_t *p = box_payload(b);
+    tier_model there = b->t->m;
+    if (h->type == TIER_REFUSE) {
+        char said[TIER_MAX_TEXT + 1];
+        tier_text(said, sizeof said, p, h->n);
+        snprintf(text, cap, "refused: %s", said);
+        return text;
+    }
+    if (h->type != TIER_WELCOME || h->n != TIER_WELCOME_BYTES) return "an odd answer to the hello";
+    uint32_t rows = tier_get32(p + 8);
+    b->capacity = tier_get32(p);
+    b->n_readable = tier_get32(p + 12);
+    b->max_rows = rows < b->t->max_rows ? rows : b->t->max_rows;
+    there.sampled = tier_get64(p + 16);
+    there.by_sums = tier_get64(p + 24);
+    b->is_sampled = !there.by_sums || !b->t->m.by_sums;
+    return tier_model_differs(&b->t->m, &there, text, cap);
 }
 
 /* From hello to the first resident frame; NULL, or why not. `text` is for the box's own words. */
 static const char *hello(box *b, char *text, size_t cap) {
-    uint8_t hello[TIER_HELLO_BYTES], nonce[TIER_NONCE_BYTES];
+    uint8_t nonce[TIER_NONCE_BYTES];
+    tier_talk talk;
     uint64_t until = clock_ns() + TIER_HELLO_MS * 1000000ull;
     const tier_model *m = &b->t->m;
     const char *why;
     bool is_proven = false;
     tier_head h;
     if (!tier_nonce(nonce)) return "no random bytes";
-    tier_hello_pack(hello, m, 0, nonce);
-    memcpy(b->out + TIER_HEAD_BYTES, hello, sizeof hello);
+    tier_hello_pack(talk.hello, m, TIER_ASKS, nonce);
+    memcpy(b->out + TIER_HEAD_BYTES, talk.hello, sizeof talk.hello);
     b->n_in = b->i_in = b->i_out = 0;
-    b->n_out = tier_seal(b->out, TIER_HELLO, 0, sizeof hello);
-    while ((why = hello_turn(b, until, TIER_MAX_EARLY, &h)) == NULL && h.type == TIER_CHALLENGE &&
-           !is_proven) {
-        if ((why = hello_prove(b, hello, &h)) != NULL) return why;
-        is_proven = true;
-        box_pop(b, &h);
-    }
-    if (why) return why;
-    if (h.type == TIER_REFUSE) {
-        char said[TIER_MAX_TEXT + 1];
-        tier_text(said, sizeof said, box_payload(b), h.n);
-        snprintf(text, cap, "refused: %s", said);
-        return text;
-    }
-    if (h.type != TIER_WELCOME || h.n != TIER_WELCOME_BYTES) return "an odd answer to the hello";
-    if (b->t->key.n > 0 && !is_proven) return "the box does not ask for the key: not the one meant";
-    const uint8_t *p = box_payload(b);
-    uint32_t rows = tier_get32(p + 8);
-    b->capacity = tier_get32(p);
-    b->n_readable = tier_get32(p + 12);
-    b->max_rows = rows < b->t->max_rows ? rows : b->t->max_rows;
+    b->n_out = tier_seal(b->out, TIER_HELLO, 0, sizeof talk.hello);
+    if ((why = hello_turn(b, until, TIER_MAX_EARLY, &h)) != NULL)
+        return strcmp(why, "closed the connection") == 0
+                   ? "closed the connection at the hello: an older k3-tier does, and what is none; install "
+                     "the same release at both ends"
+                   : why;
+    if (h.type == TIER_CHALLENGE && (why = hello_prove(b, &talk, until, &is_proven, &h)) != NULL)
+        return why;
+    if (b->t->key.n > 0 && !is_proven && h.type == TIER_WELCOME)
+        return "the box does not ask for the key: not the one meant";
+    if ((why = hello_welcome(b, &h, text, cap)) != NULL) return why;
     box_pop(b, &h);
     memset(b->held, 0, (m->n_layers - m->n_dense) * tier_map_bytes(m->n_experts));
     if ((why = hello_turn(b, until, 0, &h)) != NULL) return why;
@@ -716,7 +739,12 @@ static bool box_try(box *b) {
     b->has_tried = true;
     pthread_cond_broadcast(&b->changed);
     if (is_up)
-        box_say(b, "up, holds %u experts of %u it has room for", b->n_held, b->capacity);
+        box_say(b, "up, holds %u experts of %u it has room for%s", b->n_held, b->capacity,
+                !b->is_sampled        ? ""
+                : b->t->m.by_sums ? "; its model was compared by samples only, since it has no sums: "
+                                        "`k3 verify --write-sums` there"
+                                      : "; its model was compared by samples only, since ours has no "
+                                        "sums: `k3 verify --write-sums`");
     else if (b->dials == 1 && !b->is_stopping)
         box_say(b, "%s; trying again in the background", why);
     b->retry_ns =

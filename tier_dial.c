@@ -12,6 +12,7 @@
 #include <limits.h>
 #include <openssl/err.h>
 #include <openssl/pem.h>
+#include <openssl/ssl.h>
 #include <openssl/x509.h>
 #include <poll.h>
 #include <pthread.h>
@@ -66,6 +67,14 @@ void tier_link_plain(tier_link *l, int fd) {
     memset(l, 0, sizeof *l);
     l->by = &PLAIN;
     l->fd = fd;
+}
+
+const char *tier_link_binding(const tier_link *l, uint8_t out[TIER_BINDING_BYTES]) {
+    memset(out, 0, TIER_BINDING_BYTES);
+    if (l->is_tls && !l->is_bound)
+        return "this libcurl cannot tie the key to the TLS connection: it is built without OpenSSL";
+    if (l->is_tls) memcpy(out, l->binding, TIER_BINDING_BYTES);
+    return NULL;
 }
 
 static int fd_wait(int fd, short events, uint64_t until_ns, tier_stop_fn stops, void *user) {
@@ -269,7 +278,35 @@ static const tier_transport TLS = {tls_send, tls_recv, tls_close};
 
 /* ---- Dialling ---- */
 
-static void curl_start(void) { curl_global_init(CURL_GLOBAL_DEFAULT); }
+static int i_link = -1; /* OpenSSL's number for the link of an SSL_CTX; set once, before any dial */
+
+static void curl_start(void) {
+    curl_global_init(CURL_GLOBAL_DEFAULT);
+    i_link = SSL_CTX_get_ex_new_index(0, NULL, NULL, NULL, NULL);
+}
+
+/* A handshake is over. Of two, with a proxy that speaks TLS, the box's comes last. */
+static void on_handshake(const SSL *ssl, int where, int value) {
+    tier_link *l = SSL_CTX_get_ex_data(SSL_get_SSL_CTX(ssl), i_link);
+    (void)value;
+    if (!(where & SSL_CB_HANDSHAKE_DONE) || !l || l->by) return; /* by: dialled, and known */
+    l->is_bound = SSL_export_keying_material((SSL *)(uintptr_t)ssl, l->binding, sizeof l->binding,
+                                             TIER_BINDING, strlen(TIER_BINDING), NULL, 0, 0) == 1;
+}
+
+/* libcurl made an SSL_CTX for this link. */
+static CURLcode on_ssl_ctx(CURL *h, void *ctx, void *user) {
+    (void)h;
+    if (SSL_CTX_set_ex_data(ctx, i_link, user) == 1) SSL_CTX_set_info_callback(ctx, on_handshake);
+    return CURLE_OK;
+}
+
+/* Have the connection's binding kept. Where that fails nothing is lost but keys over TLS. */
+static void curl_set_hook(tier_link *l) {
+    if (i_link < 0 || curl_easy_setopt(l->curl, CURLOPT_SSL_CTX_FUNCTION, on_ssl_ctx) != CURLE_OK)
+        return;
+    curl_easy_setopt(l->curl, CURLOPT_SSL_CTX_DATA, l);
+}
 
 static int on_socket(void *user, curl_socket_t fd, curlsocktype purpose) {
     (void)user, (void)purpose;
@@ -426,7 +463,8 @@ int tier_dial(tier_link *l, const tier_addr *a, const tier_trust *trust, uint32_
     uint64_t until = clock_ns() + ms * 1000000ull;
     sigset_t old;
     pthread_once(&once, curl_start);
-    *l = (tier_link){.fd = -1, .flag = trust->flag, .curl = curl_easy_init()};
+    *l = (tier_link){
+        .fd = -1, .flag = trust->flag, .is_tls = a->is_tls, .curl = curl_easy_init()};
     l->curls = curl_multi_init();
     if (!l->curl || !l->curls) {
         curl_free_both(l);
@@ -437,6 +475,7 @@ int tier_dial(tier_link *l, const tier_addr *a, const tier_trust *trust, uint32_
         curl_free_both(l);
         return link_fail(l, "this libcurl cannot be told where to dial and whom to trust");
     }
+    if (a->is_tls) curl_set_hook(l);
     curl_easy_setopt(l->curl, CURLOPT_CONNECTTIMEOUT_MS, (long)ms);
     curl_easy_setopt(l->curl, CURLOPT_NOSIGNAL, 1L);
     curl_easy_setopt(l->curl, CURLOPT_ERRORBUFFER, l->detail);

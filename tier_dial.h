@@ -34,6 +34,8 @@ struct tier_link {
     bool holds;         /* bytes may be here that poll does not see: recv before a sleep */
     const char *flag;   /* of tier_trust                                             */
     bool was_there;     /* after a failed dial: somebody answered, and it would not do */
+    bool is_tls, is_bound;               /* to the box itself; and its binding is known */
+    uint8_t binding[TIER_BINDING_BYTES]; /* of this TLS connection: see tier_link_binding */
     void *curl, *curls; /* TLS: CURL and CURLM                                       */
     char why[256];      /* one printable line                                        */
     char detail[256];   /* libcurl's own words, CURL_ERROR_SIZE                      */
@@ -49,6 +51,10 @@ int tier_dial(tier_link *l, const tier_addr *a, const tier_trust *trust, uint32_
 
 /* A link of a connected socket, which becomes the link's. */
 void tier_link_plain(tier_link *l, int fd);
+
+/* What proofs of a key over this link are bound to: of TLS the exporter's channel binding (RFC 9266),
+ * which nobody in between can have with both ends; of a plain link zeros. NULL; or why there is none. */
+const char *tier_link_binding(const tier_link *l, uint8_t out[TIER_BINDING_BYTES]);
 
 /* Wait for POLLIN or POLLOUT: 1; 0, it is `until_ns` of CLOCK_MONOTONIC, or `stops` (NULL: never)
  * says so. */

@@ -46,7 +46,7 @@ static bool keep_shard_write(const keeper *k, const char *path, uint32_t n) {
     char part[4400];
     size_t n_head;
     char *head =
-        k3_shard_head(NULL, k->man.latent, k->man.inter, k->man.fingerprint, k->queue, n, &n_head);
+        k3_shard_head(NULL, k->man.latent, k->man.inter, k->man.sampled, k->queue, n, &n_head);
     snprintf(part, sizeof part, "%s.part", path);
     int fd = head ? open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666) : -1;
     bool is_ok = fd >= 0 && slice_write_all(fd, head, n_head);

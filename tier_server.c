@@ -15,9 +15,10 @@
  *     all, so that the bits do not depend on who computed (docs/NUMERICS.md 5);
  *   - whoever connects is believed nothing: a fault in a frame ends that connection only;
  *   - experts come from a model directory, a slice of one (slice.h), or over the wire from whoever
- *     stages them; every one is checked before it is told to anyone;
- *   - nobody from another machine gets in without the key, or a certificate that we trust, unless
- *     --insecure says so.
+ *     may stage them; every one is checked before it is told to anyone, and of an expert that can be
+ *     read here no other bytes are taken, whoever brings them;
+ *   - nobody from another machine gets in without a key, or a certificate that we trust, unless
+ *     --insecure says so; and nobody stages without a right of its own, whatever --insecure says.
  */
 #include "experts.h"
 
@@ -107,6 +108,7 @@ typedef struct {
     float *heat;        /* [n_moe x n_experts]; below 0: unreadable   */
     uint8_t *is_coming; /* [n_moe x n_experts]                        */
     uint8_t *is_written; /* [n_moe x n_experts]; in the --keep directory  */
+    uint64_t *sum;       /* [n_moe x n_experts]; XXH3 of one that is here, in slot order; 0: not known */
     uint8_t *held;      /* [n_moe][map bytes], as clients are told    */
     uint32_t *version;  /* [n_moe] counts changes of a layer's map    */
     uint64_t n_changes;
@@ -155,7 +157,7 @@ typedef struct {
     size_t n_in, in_cap, n_out, i_out, out_cap;
     bool has_frame;      /* a whole one lies in `in`                  */
     uint64_t arrived_ns; /* when it was whole                         */
-    uint8_t hello[TIER_HELLO_BYTES], nonce[TIER_NONCE_BYTES];
+    tier_talk talk; /* what its proof of a key is about */
     uint64_t told_changes;
     uint32_t *told; /* [n_moe] versions                          */
     incoming stage;
@@ -179,9 +181,14 @@ typedef struct {
     float n, x, y, xx, xy;
 } trend;
 
+/* What a key is for. */
+enum key_use { KEY_ASKS, KEY_STAGES, N_KEY_USES };
+#define MAX_KEYS 16 /* of each */
+
 typedef struct {
-    const char *model_dir, *slice_dir, *keep_dir, *kernels, *key_file, *metrics, *pins, *sums,
-        *dump;
+    const char *model_dir, *slice_dir, *keep_dir, *kernels, *metrics, *pins, *sums, *dump;
+    const char *key_file[N_KEY_USES][MAX_KEYS], *stage_name;
+    uint32_t n_keys[N_KEY_USES];
     const char *listen[MAX_LISTEN + 1];
     uint32_t n_listen, threads, spin_us, clients;
     uint32_t gpu_device, linger_s; /* linger 0: for ever */
@@ -199,8 +206,8 @@ typedef struct {
     bool has_model;      /* m is known: from files, or from the first who staged  */
     tier_model m;
     uint64_t expert_bytes;
-    tier_key key;
-    tier_tls *tls; /* NULL: none is spoken */
+    tier_key key[N_KEY_USES][MAX_KEYS]; /* o.n_keys of each */
+    tier_tls *tls;                      /* NULL: none is spoken */
     expert_math math;
     store st;
     uint32_t n_moe, n_threads;
@@ -455,13 +462,19 @@ static void warm_done(server *s, size_t i, int32_t i_slot, int rc, const expert_
     if (st->has_vram) pthread_cond_broadcast(&st->work); /* the arm may want it */
 }
 
-/* Read an expert, from the slice if it has it, else or then from the model. */
+/* Read an expert, from the slice if it has it, else or then from the model: of two that differ the
+ * model's is right. */
 static int warm_read(server *s, uint32_t il, uint32_t ie, uint8_t *room, expert_view *x) {
     k3_error err = {{0}};
     int rc = K3_EMODEL;
     bool is_sliced = s->part && k3_expert_has(s->part, il, ie);
     if (is_sliced) rc = k3_expert_read(s->part, il, ie, room, x, &err);
     if (is_sliced && rc < 0 && s->e) say("%s; it is read from the model", err.text);
+    if (is_sliced && rc == 0 && s->e && k3_expert_compare(s->e, il, ie, x) == 0) {
+        say("expert %u of layer %u: the slice has another than the model's sums tell of; it is read from "
+            "the model", ie, il);
+        rc = K3_ECHECK;
+    }
     if (rc < 0 && s->e) rc = k3_expert_read(s->e, il, ie, room, x, &err);
     if (rc < 0) say("%s; it is left out", err.text);
     return rc;
@@ -563,6 +576,19 @@ static void vram_off(server *s, const char *why) {
     pthread_mutex_unlock(&st->lock);
 }
 
+/* XXH3 of an expert's bytes in slot order, as slices and who stages name it; 0: no memory. */
+static uint64_t expert_digest(const server *s, const expert_view *x) {
+    uint64_t n[N_EXPERT_TENSORS], sum = 0;
+    XXH3_state_t *hash = XXH3_createState();
+    if (!hash) return 0;
+    expert_lengths(s->m.latent, s->m.inter, n);
+    XXH3_64bits_reset(hash);
+    for (int k = 0; k < N_EXPERT_TENSORS; k++) XXH3_64bits_update(hash, x->p[k], (size_t)n[k]);
+    sum = XXH3_64bits_digest(hash);
+    XXH3_freeState(hash);
+    return sum;
+}
+
 /* Copy one slot to one place in VRAM; lock held, but not while it is copied. */
 static void vram_fill(server *s, slot *from, uint32_t i_vram) {
     store *st = &s->st;
@@ -574,14 +600,17 @@ static void vram_fill(server *s, slot *from, uint32_t i_vram) {
     from->pins++;
     to->pins++;
     st->is_uploading = true;
+    bool has_sum = st->sum[i] != 0;
     pthread_mutex_unlock(&st->lock);
     if (gpu_upload(s->gpu, i_vram, x.p, why, sizeof why) < 0) vram_off(s, why);
+    uint64_t sum = has_sum ? 0 : expert_digest(s, &x);
     pthread_mutex_lock(&st->lock);
     from->pins--;
     to->pins--;
     st->is_uploading = false;
     pthread_cond_broadcast(&st->work); /* its slot may go */
     if (!st->has_vram) return;
+    if (st->sum[i] == 0) st->sum[i] = sum; /* its slot may go */
     to->index = (uint32_t)i;
     to->is_full = true;
     to->is_kept = from->is_kept;
@@ -1011,6 +1040,8 @@ static void conn_add_welcome(server *s, conn *c) {
     pthread_mutex_unlock(&s->st.lock);
     tier_put32(p + 8, TIER_MAX_ROWS);
     tier_put32(p + 12, s->st.n_readable);
+    tier_put64(p + 16, s->has_model ? s->m.sampled : 0);
+    tier_put64(p + 24, s->has_model ? s->m.by_sums : 0);
     conn_add(s, c, TIER_WELCOME, 0, TIER_WELCOME_BYTES);
 }
 
@@ -1020,7 +1051,7 @@ static bool stage_welcome(server *s, conn *c, const tier_model *m);
 static bool conn_welcome(server *s, conn *c) {
     tier_hello h = {.role = TIER_LOOKS};
     char why[TIER_MAX_TEXT];
-    if (tier_hello_parse(c->hello, TIER_HELLO_BYTES, &h) == NULL && h.role == TIER_STAGES)
+    if (tier_hello_parse(c->talk.hello, TIER_HELLO_BYTES, &h) == NULL && h.role == TIER_STAGES)
         return stage_welcome(s, c, &h.model);
     bool is_client = h.role == TIER_ASKS;
     if (is_client && !s->has_model)
@@ -1044,28 +1075,54 @@ static bool conn_welcome(server *s, conn *c) {
     return conn_tell(s, c);
 }
 
+/* Is a key of this use good for a client of that role? Who stages proves a key to stage, where there is
+ * any, else one to ask; who only looks proves either, where there is one to ask. A role that no key is
+ * good for is let in without. */
+static bool key_counts(const server *s, uint8_t role, enum key_use use) {
+    const uint32_t *n = s->o.n_keys;
+    if (role == TIER_STAGES) return n[use] > 0 && (use == KEY_STAGES || n[KEY_STAGES] == 0);
+    if (role == TIER_LOOKS) return n[use] > 0 && n[KEY_ASKS] > 0;
+    return n[use] > 0 && use == KEY_ASKS;
+}
+
 static bool conn_hello(server *s, conn *c, const uint8_t *p, size_t n) {
     tier_hello h;
     const char *why = tier_hello_parse(p, n, &h);
     if (why) return conn_refuse(s, c, TIER_REFUSE, why);
-    memcpy(c->hello, p, TIER_HELLO_BYTES);
-    if (s->key.n == 0) return conn_welcome(s, c);
-    if (!tier_nonce(c->nonce)) return conn_refuse(s, c, TIER_REFUSE, "no random bytes");
-    uint8_t *to = conn_payload(c);
-    memcpy(to, c->nonce, TIER_NONCE_BYTES);
-    if (!tier_proof(&s->key, "k3-tier server", c->hello, c->nonce, to + TIER_NONCE_BYTES))
-        return conn_refuse(s, c, TIER_REFUSE, TIER_NO_HMAC);
+    memcpy(c->talk.hello, p, TIER_HELLO_BYTES);
+    memset(c->talk.binding, 0, sizeof c->talk.binding);
+    if (!key_counts(s, h.role, KEY_ASKS) && !key_counts(s, h.role, KEY_STAGES))
+        return conn_welcome(s, c);
+    if (c->tls && !tier_tls_binding(c->tls, c->talk.binding))
+        return conn_refuse(s, c, TIER_REFUSE, "no key over TLS: OpenSSL has no exporter here");
+    if (!tier_nonce(c->talk.nonce)) return conn_refuse(s, c, TIER_REFUSE, "no random bytes");
+    memcpy(conn_payload(c), c->talk.nonce, TIER_NONCE_BYTES);
     conn_add(s, c, TIER_CHALLENGE, 0, TIER_CHALLENGE_BYTES);
     c->state = C_PROOF;
     return conn_flush(s, c);
 }
 
+/* The key of a proof, among those that count for the connection's role; NULL and why: none of them. */
+static const tier_key *key_find(const server *s, const conn *c, const uint8_t *proof,
+                                const char **why) {
+    uint8_t want[TIER_PROOF_BYTES], role = c->talk.hello[TIER_HELLO_ROLE];
+    const tier_key *found = NULL;
+    *why = TIER_WHY_KEY;
+    for (int use = 0; use < N_KEY_USES; use++)
+        for (uint32_t i = 0; key_counts(s, role, (enum key_use)use) && i < s->o.n_keys[use]; i++) {
+            if (!tier_proof(&s->key[use][i], TIER_CLIENT, &c->talk, want)) *why = TIER_NO_HMAC;
+            else if (CRYPTO_memcmp(want, proof, sizeof want) == 0) found = &s->key[use][i];
+        }
+    return found;
+}
+
 static bool conn_proof(server *s, conn *c, const uint8_t *p, size_t n) {
-    uint8_t want[32];
-    if (!tier_proof(&s->key, "k3-tier client", c->hello, c->nonce, want))
+    const char *why = TIER_WHY_KEY;
+    const tier_key *key = n == TIER_PROOF_BYTES ? key_find(s, c, p, &why) : NULL;
+    if (!key) return conn_refuse(s, c, TIER_REFUSE, why);
+    if (!tier_proof(key, TIER_SERVER, &c->talk, conn_payload(c)))
         return conn_refuse(s, c, TIER_REFUSE, TIER_NO_HMAC);
-    if (n != TIER_PROOF_BYTES || CRYPTO_memcmp(want, p, sizeof want) != 0)
-        return conn_refuse(s, c, TIER_REFUSE, "another key");
+    conn_add(s, c, TIER_PROOF, 0, TIER_PROOF_BYTES);
     return conn_welcome(s, c);
 }
 
@@ -1134,11 +1191,37 @@ static bool conn_wish(server *s, conn *c, const uint8_t *p, size_t n) {
  * a slot of their own. The sum is taken as pieces come, so that no frame takes longer than one
  * request. What is whole and right becomes resident; anything else ends that connection, and its
  * slot is free again. An expert that could not be read again here is kept for good.
+ *
+ * Files of one's own win. An expert that can be read here is read here: the offer makes it wanted, and
+ * once it is here the sum that was offered must be its own, or the stager has another model. So bytes
+ * are taken only of experts that cannot be read here; where sums tell of those all the same (a damaged
+ * file), they must fit. What is taken makes room for itself only where nothing is lost.
  */
 
-/* Staged experts count as wanted so often: they make room where hardly anybody wants what is
- * there. */
+/* Experts that are offered, and can be read here, count as wanted so often: they make room where hardly
+ * anybody wants what is there. */
 #define STAGE_HEAT 16.0f
+
+/* Is the other end of a unix socket a process of our own user, or root? */
+static bool is_own_user(int fd) {
+    struct ucred who = {.pid = 0};
+    int domain = 0;
+    socklen_t n = sizeof domain, n_who = sizeof who;
+    return getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &n) == 0 && domain == AF_UNIX &&
+           getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &n_who) == 0 &&
+           (who.uid == geteuid() || who.uid == 0);
+}
+
+/* May this connection stage? What the options ask of it must hold; where they ask nothing, it must come
+ * from our own user through a unix socket. NULL, or why not. */
+static const char *stage_right(const server *s, const conn *c) {
+    const char *name = s->o.stage_name;
+    if (name && (!c->tls || !tier_tls_is_named(c->tls, name)))
+        return "may not stage: this box wants a certificate of the name that its --stage-name gives";
+    if (name || s->o.n_keys[KEY_STAGES] > 0 || is_own_user(c->fd)) return NULL; /* a key was proven */
+    return "may not stage: start this box with --stage-psk-file FILE or --stage-name NAME, or stage "
+           "through its unix: socket as its own user";
+}
 
 static int memory_open(server *s);
 static void memory_close(server *s);
@@ -1146,6 +1229,8 @@ static void memory_close(server *s);
 /* Known; what it wants to bring is another matter. */
 static bool stage_welcome(server *s, conn *c, const tier_model *m) {
     char why[TIER_MAX_TEXT];
+    const char *wrong = stage_right(s, c);
+    if (wrong) return conn_refuse(s, c, TIER_REFUSE, wrong);
     if (s->has_model && tier_model_differs(&s->m, m, why, sizeof why))
         return conn_refuse(s, c, TIER_REFUSE, why);
     if (!s->has_model && strcmp(m->numerics, K3_NUMERICS_ID) != 0)
@@ -1230,7 +1315,9 @@ static void stage_keep(server *s, const slice *man) {
 
 /* Of a model that was just taken: kept from its first expert on. */
 static void stage_keep_first(server *s, const uint8_t *config, size_t n) {
-    slice man = {.fingerprint = s->m.fingerprint,
+    slice man = {.version = 2,
+                 .sampled = s->m.sampled,
+                 .by_sums = s->m.by_sums,
                  .config_sum = XXH3_64bits(config, n),
                  .n_layers = s->m.n_layers,
                  .n_dense = s->m.n_dense,
@@ -1264,7 +1351,7 @@ static const char *stage_adopt(server *s, const tier_model *m, const uint8_t *p,
         stage_keep_first(s, p + TIER_BEGIN_BYTES, n_p - TIER_BEGIN_BYTES);
     if (s->has_model) {
         say("takes %llu experts of the model with fingerprint %016llx; room for %u",
-            (unsigned long long)s->n_moe * m->n_experts, (unsigned long long)m->fingerprint,
+            (unsigned long long)s->n_moe * m->n_experts, (unsigned long long)m->sampled,
             s->st.n_slots + s->st.n_vram);
         return NULL;
     }
@@ -1280,7 +1367,7 @@ static bool stage_begin(server *s, conn *c, const uint8_t *p, size_t n) {
     uint64_t lengths[N_EXPERT_TENSORS];
     char text[TIER_MAX_TEXT];
     const char *why = NULL;
-    tier_hello_parse(c->hello, TIER_HELLO_BYTES, &h);
+    tier_hello_parse(c->talk.hello, TIER_HELLO_BYTES, &h);
     if (n < TIER_BEGIN_BYTES || c->stage.has_begun || !tier_is_finite(p, 2) || !(as_float(p) > 0) ||
         !(as_float(p + 4) > 0) ||
         tier_get64(p + 8) != expert_lengths(h.model.latent, h.model.inter, lengths)) {
@@ -1308,21 +1395,46 @@ static bool stage_answer(server *s, conn *c, uint64_t id, size_t i, enum tier_ve
     return conn_flush(s, c);
 }
 
-/* Room for expert i, or why there is none. */
-static enum tier_verdict stage_room(server *s, size_t i, int32_t *i_slot) {
+/* An expert that can be read here is offered, and is not here: it is wanted. Lock held. */
+static enum tier_verdict stage_wish(server *s, size_t i) {
     store *st = &s->st;
-    enum tier_verdict v = TIER_WANTS;
+    if (st->heat[i] < STAGE_HEAT) {
+        if (st->n_free == 0 && warm_coldest(s, STAGE_HEAT) == NONE) return TIER_FULL;
+        st->heat[i] = STAGE_HEAT;
+    }
+    pthread_cond_broadcast(&st->work);
+    return TIER_BUSY;
+}
+
+/* Is what is here of expert i what was offered, by its sum? Lock held. */
+static bool stage_is_same(server *s, size_t i, uint64_t sum) {
+    store *st = &s->st;
+    if (st->sum[i] == 0 && st->slot_of[i] != NONE)
+        st->sum[i] = expert_digest(s, &st->slots[st->slot_of[i]].view);
+    return st->sum[i] == 0 || st->sum[i] == sum;
+}
+
+/* Room for expert i, or why there is none. False: what is here is another expert than the one of that
+ * sum. */
+static bool stage_room(server *s, size_t i, uint64_t sum, int32_t *i_slot, enum tier_verdict *v) {
+    store *st = &s->st;
+    bool is_same = true;
+    *v = TIER_WANTS;
     pthread_mutex_lock(&st->lock);
-    if (store_has(st, i))
-        v = TIER_HAS;
-    else if (st->is_coming[i])
-        v = TIER_BUSY;
-    else if ((*i_slot = warm_slot(s, STAGE_HEAT)) == NONE)
-        v = TIER_FULL;
-    else
+    if (store_has(st, i)) {
+        is_same = stage_is_same(s, i, sum);
+        *v = TIER_HAS;
+    } else if (st->is_coming[i]) {
+        *v = TIER_BUSY;
+    } else if (st->heat[i] >= 0) {
+        *v = stage_wish(s, i);
+    } else if ((*i_slot = warm_slot(s, 0)) == NONE) {
+        *v = TIER_FULL;
+    } else {
         st->is_coming[i] = 1;
+    }
     pthread_mutex_unlock(&st->lock);
-    return v;
+    return is_same;
 }
 
 /* Is there a slot whose expert VRAM has, and that stays only until --keep has written it? Lock held. */
@@ -1344,7 +1456,7 @@ static bool stage_must_wait(server *s, const conn *c) {
     uint32_t i_slot, i_vram;
     if (c->state != C_STAGE || !c->stage.has_begun || c->in[4] != TIER_OFFER) return false;
     pthread_mutex_lock(&st->lock);
-    bool is_full = st->has_vram && st->n_free == 0 && warm_coldest(s, STAGE_HEAT) == NONE,
+    bool is_full = st->has_vram && st->n_free == 0 && warm_coldest(s, 0) == NONE,
          is_coming = is_full && (st->is_uploading || vram_next(s, &i_slot, &i_vram)),
          is_unwritten = is_full && !is_coming && stage_has_unwritten(s);
     pthread_mutex_unlock(&st->lock);
@@ -1360,7 +1472,13 @@ static bool stage_offer(server *s, conn *c, uint64_t id, const uint8_t *p, size_
         return false;
     }
     size_t i = index_of(s, il, ie);
-    enum tier_verdict v = stage_room(s, i, &c->stage.i_slot);
+    enum tier_verdict v;
+    if (!stage_room(s, i, tier_get64(p + 16), &c->stage.i_slot, &v)) {
+        char why[TIER_MAX_TEXT];
+        snprintf(why, sizeof why, TIER_WHY_MODEL "expert %u of layer %u is not the one here", ie, il);
+        say("client %u: staging %s", c->number, why);
+        return conn_refuse(s, c, TIER_REFUSE, why);
+    }
     if (v == TIER_WANTS) {
         c->stage.is_taking = true;
         c->stage.expert = i;
@@ -1385,14 +1503,19 @@ static bool stage_piece(server *s, conn *c, const uint8_t *p, size_t n) {
     return true;
 }
 
-/* Scale codes are checked where bytes enter (NUMERICS 2). */
-static bool stage_check(const server *s, const expert_view *x) {
+/* Scale codes are checked where bytes enter (NUMERICS 2), and whatever sums of our own there are of an
+ * expert that cannot be read. NULL, or what is wrong. */
+static const char *stage_check(const server *s, uint32_t il, uint32_t ie, const expert_view *x) {
     uint64_t n[N_EXPERT_TENSORS];
     uint8_t top = 0;
     expert_lengths(s->m.latent, s->m.inter, n);
     for (int k = W1_SCALE; k < N_EXPERT_TENSORS; k += 2)
         for (uint64_t i = 0; i < n[k]; i++) top = x->p[k][i] > top ? x->p[k][i] : top;
-    return top <= K3_SCALE_MAX;
+    if (top > K3_SCALE_MAX) return "has a scale code above 252: the model it is from is damaged";
+    if ((s->part && k3_expert_compare(s->part, il, ie, x) == 0) ||
+        (s->e && k3_expert_compare(s->e, il, ie, x) == 0))
+        return "does not match the sum that this box has of it";
+    return NULL;
 }
 
 /* Whole and right: expert i is here. */
@@ -1406,7 +1529,7 @@ static void stage_done(server *s, size_t i, int32_t i_slot, const expert_view *x
     to->pins = 0;
     to->is_kept = st->heat[i] < 0;
     to->view = *x;
-    if (!to->is_kept && st->heat[i] < STAGE_HEAT) st->heat[i] = STAGE_HEAT;
+    st->sum[i] = sum;
     st->slot_of[i] = i_slot;
     st->n_held++;
     s->stats[TIER_STAT_STAGED]++;
@@ -1433,10 +1556,9 @@ static bool stage_commit(server *s, conn *c, uint64_t id, const uint8_t *p, size
     expert_lengths(s->m.latent, s->m.inter, lengths);
     for (int k = 1; k < N_EXPERT_TENSORS; k++) x.p[k] = x.p[k - 1] + lengths[k - 1];
     bool is_right = XXH3_64bits_digest(g->hash) == g->sum && tier_get64(p + 8) == g->sum;
-    if (!is_right || !stage_check(s, &x)) {
-        snprintf(why, sizeof why, TIER_WHY_SUM "expert %u of layer %u %s", ie, il,
-                 is_right ? "has a scale code above 252: the model it is from is damaged"
-                          : "does not match its sum");
+    const char *wrong = is_right ? stage_check(s, il, ie, &x) : "does not match its sum";
+    if (wrong) {
+        snprintf(why, sizeof why, TIER_WHY_SUM "expert %u of layer %u %s", ie, il, wrong);
         say("client %u: %s", c->number, why);
         return conn_refuse(s, c, TIER_REFUSE, why);
     }
@@ -1491,6 +1613,23 @@ static bool conn_act(server *s, conn *c) {
     return true;
 }
 
+/* Tell a client of another version what to do, in a frame that it can read. */
+static bool conn_refuse_version(server *s, conn *c) {
+    const size_t n = strlen(TIER_WHY_VERSION);
+    memcpy(conn_payload(c), TIER_WHY_VERSION, n);
+    tier_seal(c->out, TIER_REFUSE, 0, (uint32_t)n);
+    c->out[3] = c->in[3];
+    tier_put64(c->out + 24, tier_sum(c->out, (uint32_t)n));
+    c->n_out = TIER_HEAD_BYTES + n;
+    c->sent_ns = clock_ns();
+    say("client %u: %s", c->number, TIER_WHY_VERSION);
+    s->stats[TIER_STAT_BAD]++;
+    c->state = C_CLOSING;
+    for (int i = 0; i < 16 && recv(c->fd, c->in, c->in_cap, MSG_DONTWAIT) > 0; i++) {
+    } /* or a reset overtakes our last words */
+    return conn_flush(s, c);
+}
+
 /* Is the frame at the front of `in` whole? False, and closed, when it cannot become one. */
 static bool conn_look(server *s, conn *c) {
     tier_head h = {.n = 0};
@@ -1501,6 +1640,8 @@ static bool conn_look(server *s, conn *c) {
                   : c->state == C_STAGE ? tier_stage_bytes(h.type)
                                         : TIER_MAX_EARLY;
     if (!why && h.n > most) why = "a frame beyond the limit";
+    if (c->state == C_HELLO && why && strcmp(why, TIER_WHY_VERSION) == 0)
+        return conn_refuse_version(s, c);
     if (why) {
         conn_close(s, c, why);
         return false;
@@ -1614,7 +1755,7 @@ static int listen_open(server *s, const char *text, bool is_http) {
     if (a.is_unix) return listen_unix(s, text, &a, is_http);
     int rc = getaddrinfo(a.host, a.port, &hints, &list);
     if (rc != 0) return fail(FAIL_IO, "listen %s: %s", text, gai_strerror(rc));
-    bool is_guarded = !is_http && (s->key.n > 0 || (a.is_tls && s->o.tls.ca));
+    bool is_guarded = !is_http && (s->o.n_keys[KEY_ASKS] > 0 || (a.is_tls && s->o.tls.ca));
     for (struct addrinfo *i = list; i; i = i->ai_next)
         if (!is_loopback(i->ai_addr) && !s->o.is_insecure && !is_guarded) {
             freeaddrinfo(list);
@@ -1909,18 +2050,23 @@ static bool status_send(tier_link *l, uint8_t *frame, enum tier_type type, uint3
 
 /* From hello to the first frame behind it; false when it is no good. */
 static bool status_hello(tier_link *l, const tier_key *key, uint8_t *frame, tier_head *h) {
-    uint8_t hello[TIER_HELLO_BYTES], nonce[TIER_NONCE_BYTES], *p = frame + TIER_HEAD_BYTES;
+    uint8_t nonce[TIER_NONCE_BYTES], *p = frame + TIER_HEAD_BYTES;
     tier_model none = {.numerics = ""};
+    tier_talk talk;
     if (!tier_nonce(nonce)) return false;
-    tier_hello_pack(hello, &none, 1, nonce);
-    memcpy(p, hello, sizeof hello);
+    tier_hello_pack(talk.hello, &none, TIER_LOOKS, nonce);
+    memcpy(p, talk.hello, sizeof talk.hello);
     if (!status_send(l, frame, TIER_HELLO, TIER_HELLO_BYTES) || !status_read(l, frame, h))
         return false;
-    if (h->type != TIER_CHALLENGE || h->n != TIER_CHALLENGE_BYTES || key->n == 0) return true;
-    const char *why = tier_answer(key, hello, p, h->n, p);
-    if (why) snprintf(l->why, sizeof l->why, "%s", why);
-    if (why) return false;
-    return status_send(l, frame, TIER_PROOF, TIER_PROOF_BYTES) && status_read(l, frame, h);
+    if (h->type != TIER_CHALLENGE || key->n == 0) return true;
+    const char *why = tier_link_binding(l, talk.binding);
+    if (!why) why = tier_answer(key, &talk, p, h->n, p);
+    if (why) return snprintf(l->why, sizeof l->why, "%s", why), false;
+    if (!status_send(l, frame, TIER_PROOF, TIER_PROOF_BYTES) || !status_read(l, frame, h)) return false;
+    if (h->type != TIER_PROOF) return true;
+    if ((why = tier_believe(key, &talk, p, h->n)) != NULL)
+        return snprintf(l->why, sizeof l->why, "%s", why), false;
+    return status_read(l, frame, h);
 }
 
 /* Ask a running server for its figures and print them, a name and a number a line. */
@@ -1966,7 +2112,8 @@ static int status(const char *text, const tier_key *key, tier_trust *trust) {
 static const char HELP[] =
     "usage: k3-tier --model DIR --ram SIZE [options]     hold experts, answer for them\n"
     "       k3-tier --slice DIR --ram SIZE [options]     the same without the whole model\n"
-    "       k3-tier --ram SIZE [options]                 wait for `k3 stage` to bring them\n"
+    "       k3-tier --ram SIZE --stage-psk-file FILE [options]\n"
+    "                                                    wait for `k3 stage` to bring them\n"
     "       k3-tier status ADDR [--psk-file FILE] [--tls-ca FILE] [--tls-cert FILE]\n"
     "                                                    figures of a running one\n"
     "       k3-tier bench --gpu [--vram SIZE] [--gpu-device N]\n"
@@ -1989,7 +2136,14 @@ static const char HELP[] =
     "                    default 127.0.0.1:" TIER_PORT
     "); one that other machines can reach needs a\n"
     "                    key, or tls: with --tls-ca\n"
-    "  --psk-file FILE   a key, 16 bytes or more, that clients must know\n"
+    "  --psk-file FILE   a key that clients must know, 32 random bytes or more (repeatable, 16 at\n"
+    "                    most: a key for each client); make one with\n"
+    "                    (umask 077; openssl rand -base64 32 >FILE)\n"
+    "  --stage-psk-file FILE\n"
+    "                    another key, that who stages must know (repeatable); without it and\n"
+    "                    --stage-name only its own user may, through a unix: socket\n"
+    "  --stage-name NAME who stages must show a certificate with this common name: tls: with\n"
+    "                    --tls-ca\n"
     "  --tls-cert FILE   our certificate, and those between it and its authority, in PEM\n"
     "  --tls-key FILE    its private key (default: in the same file)\n"
     "  --tls-ca FILE     let in only clients whose certificate this one signed, or is; with\n"
@@ -2018,7 +2172,7 @@ static bool parse_count(const char *text, uint64_t lo, uint64_t hi, uint32_t *ou
 
 typedef struct {
     const char *name;
-    enum { O_FLAG, O_TEXT, O_COUNT, O_SIZE, O_LISTEN } kind;
+    enum { O_FLAG, O_TEXT, O_COUNT, O_SIZE, O_LISTEN, O_KEY } kind;
     size_t at;
     uint32_t lo, hi;
 } option;
@@ -2034,7 +2188,9 @@ static const option OPTION[] = {
     {"--gpu-device", O_COUNT, AT(gpu_device), 0, 63},
     {"--linger", O_COUNT, AT(linger_s), 1, 86400},
     {"--listen", O_LISTEN, 0, 0, 0},
-    {"--psk-file", O_TEXT, AT(key_file), 0, 0},
+    {"--psk-file", O_KEY, 0, KEY_ASKS, 0},
+    {"--stage-psk-file", O_KEY, 0, KEY_STAGES, 0},
+    {"--stage-name", O_TEXT, AT(stage_name), 0, 0},
     {"--tls-cert", O_TEXT, AT(tls.cert), 0, 0},
     {"--tls-key", O_TEXT, AT(tls.key), 0, 0},
     {"--tls-ca", O_TEXT, AT(tls.ca), 0, 0},
@@ -2067,6 +2223,11 @@ static int option_set(options *o, const option *k, const char *text) {
         if (o->n_listen == MAX_LISTEN)
             return fail(FAIL_USAGE, "--listen: at most %d addresses", MAX_LISTEN);
         o->listen[o->n_listen++] = text;
+        return DONE;
+    case O_KEY:
+        if (o->n_keys[k->lo] == MAX_KEYS)
+            return fail(FAIL_USAGE, "%s: at most %d keys", k->name, MAX_KEYS);
+        o->key_file[k->lo][o->n_keys[k->lo]++] = text;
         return DONE;
     }
     return DONE;
@@ -2199,7 +2360,7 @@ static uint64_t memory_tables(const server *s) {
     uint64_t place = k3_expert_place_bytes(),
              sliced = place + sizeof *s->list.list + sizeof *st->order + sizeof(uint64_t);
     return sizeof *st->slot_of + sizeof *st->vram_of + sizeof *st->heat + sizeof *st->pins +
-           sizeof *st->is_coming + sizeof *st->is_written + place + (s->part ? sliced : 0) +
+           sizeof *st->is_coming + sizeof *st->is_written + sizeof *st->sum + place + (s->part ? sliced : 0) +
            (s->o.keep_dir ? keep_bytes_each() : 0);
 }
 
@@ -2241,6 +2402,7 @@ static int memory_take(server *s) {
     st->heat = calloc(n, sizeof *st->heat);
     st->is_coming = calloc(n, sizeof *st->is_coming);
     st->is_written = calloc(n, sizeof *st->is_written);
+    st->sum = calloc(n, sizeof *st->sum);
     st->held = calloc(s->n_moe, tier_map_bytes(s->m.n_experts));
     st->version = calloc(s->n_moe, sizeof *st->version);
     s->zp = take(lat, sizeof(float));
@@ -2252,7 +2414,7 @@ static int memory_take(server *s) {
     s->pair_row = calloc(pairs, sizeof *s->pair_row);
     s->pair_w = calloc(pairs, sizeof *s->pair_w);
     if (!st->bytes || !st->slots || !st->free || !st->pins || !st->slot_of || !st->vram_of ||
-        !st->heat || !st->is_coming || !st->is_written || !st->held || !st->version || !s->zp ||
+        !st->heat || !st->is_coming || !st->is_written || !st->sum || !st->held || !st->version || !s->zp ||
         !s->zpair || !s->hpair || !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w)
         return fail(FAIL_IO, "out of memory for %u experts", st->n_slots);
     return DONE;
@@ -2303,8 +2465,8 @@ static int files_open(server *s, const char *dir, bool experts_only, k3_engine *
     s->expert_bytes = sh->expert_bytes;
     s->math = (expert_math){k3_engine_table(*e), sh->latent, sh->expert_inter, sh->situ_beta,
                             sh->situ_linear_beta};
-    s->m = (tier_model){K3_NUMERICS_ID, s->m.fingerprint, sh->n_layers,     sh->n_dense,
-                        sh->n_experts,  sh->latent,       sh->expert_inter, sh->top_k};
+    s->m = (tier_model){K3_NUMERICS_ID, s->m.sampled, s->m.by_sums,     sh->n_layers, sh->n_dense,
+                        sh->n_experts,  sh->latent,   sh->expert_inter, sh->top_k};
     s->has_model = true;
     if (!tier_model_is_fit(&s->m))
         return fail(FAIL_MODEL, "%s: no experts, or more than a frame can name", dir);
@@ -2315,8 +2477,12 @@ static int model_open(server *s) {
     k3_error err = {{0}};
     int rc = files_open(s, s->o.model_dir, false, &s->e);
     if (rc != DONE) return rc;
-    rc = k3_expert_fingerprint(s->e, &s->m.fingerprint, &err);
-    return rc < 0 ? fail_status(rc, &err) : DONE;
+    k3_fingerprints print;
+    rc = k3_expert_fingerprints(s->e, &print, &err);
+    if (rc < 0) return fail_status(rc, &err);
+    s->m.sampled = print.sampled;
+    s->m.by_sums = print.by_sums;
+    return DONE;
 }
 
 /* The manifest of the slice, and that config.json is its own. */
@@ -2349,8 +2515,8 @@ static int slice_check(server *s) {
     const slice *l = &s->list;
     const char *dir = s->o.slice_dir;
     k3_error err = {{0}};
-    const tier_model listed = {K3_NUMERICS_ID, s->m.fingerprint, l->n_layers, l->n_dense,
-                               l->n_experts,   l->latent,        l->inter,    l->top_k};
+    const tier_model listed = {K3_NUMERICS_ID, s->m.sampled, s->m.by_sums, l->n_layers, l->n_dense,
+                               l->n_experts,   l->latent,    l->inter,     l->top_k};
     char why[TIER_MAX_TEXT];
     if (tier_model_differs(&s->m, &listed, why, sizeof why) ||
         k3_f32_bits(s->math.beta) != l->beta_bits ||
@@ -2369,11 +2535,22 @@ static int slice_open(server *s) {
     if (rc == DONE) rc = files_open(s, s->o.slice_dir, true, &s->part);
     if (rc == DONE) rc = slice_check(s);
     if (rc != DONE) return rc;
-    s->m.fingerprint = s->list.fingerprint;
-    if (s->e && tier_model_differs(&model, &s->m, why, sizeof why))
+    s->m.sampled = s->list.sampled;
+    s->m.by_sums = s->list.by_sums;
+    if (!s->e) return DONE;
+    if (tier_model_differs(&model, &s->m, why, sizeof why))
         return fail(FAIL_MODEL, "--slice %s: not of the model in %s: %s", s->o.slice_dir,
                     s->o.model_dir, why);
+    s->m = model; /* its files are read for what the slice lacks */
     return DONE;
+}
+
+/* Is there a way to bring experts here? */
+static bool stage_is_possible(const server *s) {
+    bool is_possible = s->o.n_keys[KEY_STAGES] > 0 || s->o.stage_name;
+    for (uint32_t i = 0; i < s->o.n_listen; i++)
+        is_possible = is_possible || strncmp(s->o.listen[i], "unix:", 5) == 0;
+    return is_possible;
 }
 
 /* Without a model: only what computes. Whoever stages first says which. */
@@ -2384,6 +2561,10 @@ static int empty_open(server *s) {
     if (!s->math.k) return fail_status(K3_EUSAGE, &err);
     s->n_threads = (uint32_t)n_threads;
     if (s->o.pins) return fail(FAIL_USAGE, "--pins: there is no --model to read them from");
+    if (!stage_is_possible(s))
+        return fail(FAIL_USAGE,
+                    "no --model and no --slice, and nobody may stage: give --stage-psk-file FILE, "
+                    "--stage-name NAME, or --listen unix:PATH");
     if (s->o.ram < OVERHEAD_BYTES)
         return fail(FAIL_BUDGET, "--ram of %llu bytes: without any expert the program needs %u",
                     (unsigned long long)s->o.ram, OVERHEAD_BYTES);
@@ -2475,6 +2656,8 @@ static int tls_open(server *s) {
     tier_trust *t = &s->o.tls;
     char why[400];
     bool has_address = false;
+    if (s->o.stage_name && !t->ca)
+        return fail(FAIL_USAGE, "--stage-name: give --tls-ca FILE, who signs such certificates");
     if (!t->cert && !t->key && !t->ca) return DONE;
     t->flag = "--tls";
     for (uint32_t i = 0; i < s->o.n_listen; i++)
@@ -2485,10 +2668,28 @@ static int tls_open(server *s) {
     return tier_tls_open(&s->tls, t, why, sizeof why) < 0 ? fail(FAIL_USAGE, "%s", why) : DONE;
 }
 
+/* All keys; no two may be the same, or who has the one has the other's right. */
+static int keys_read(server *s) {
+    static const char *const name[] = {"--psk-file", "--stage-psk-file"};
+    const tier_key *all[N_KEY_USES * MAX_KEYS];
+    uint32_t n = 0;
+    for (int use = 0; use < N_KEY_USES; use++)
+        for (uint32_t i = 0; i < s->o.n_keys[use]; i++) {
+            const char *path = s->o.key_file[use][i];
+            tier_key *key = &s->key[use][i];
+            const char *why = tier_key_read(path, key);
+            for (uint32_t k = 0; k < n && !why; k++)
+                if (all[k]->n == key->n && CRYPTO_memcmp(all[k]->bytes, key->bytes, key->n) == 0)
+                    why = "the same key was given before: each has a right of its own";
+            if (why) return fail(FAIL_USAGE, "%s %s: %s", name[use], path, why);
+            all[n++] = key;
+        }
+    return DONE;
+}
+
 static int server_open(server *s) {
-    const char *why = s->o.key_file ? tier_key_read(s->o.key_file, &s->key) : NULL;
-    if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", s->o.key_file, why);
-    int rc = tls_open(s);
+    int rc = keys_read(s);
+    if (rc == DONE) rc = tls_open(s);
     if (rc == DONE) rc = sources_open(s);
     if (rc == DONE && s->o.pins) rc = pins_read(s);
     if (s->o.n_listen == 0) s->o.listen[s->o.n_listen++] = "127.0.0.1:" TIER_PORT;
@@ -2521,7 +2722,7 @@ static void memory_close(server *s) {
     void *block[] = {st->slots,      st->free,     st->pins,    st->slot_of, st->heat,
                      st->is_coming,  st->held,     st->version, st->order,   s->items,
                      st->is_written, s->batch,     s->pair_row, s->pair_w,   st->vram_of,
-                     st->vram,       s->gpu_items, s->gpu_bad};
+                     st->vram,       s->gpu_items, s->gpu_bad,  st->sum};
     pthread_mutex_lock(&st->lock); /* the thread that fills VRAM may be at work */
     bool had_vram = st->has_vram;
     st->has_vram = false;
@@ -2545,6 +2746,7 @@ static void memory_close(server *s) {
     }
     st->heat = NULL;
     st->is_coming = st->is_written = st->held = NULL;
+    st->sum = NULL;
     s->items = NULL;
     s->batch = NULL;
     s->pair_row = NULL;
@@ -2571,7 +2773,7 @@ static bool server_close(server *s) {
     free(s->list.list);
     memory_close(s);
     if (s->dump && s->dump != stderr) fclose(s->dump);
-    OPENSSL_cleanse(&s->key, sizeof s->key);
+    OPENSSL_cleanse(s->key, sizeof s->key);
     return is_kept;
 }
 
@@ -2633,9 +2835,11 @@ int main(int argc, char **argv) {
     int rc = options_parse(&s.o, argc, argv, is_status || is_bench ? 2 : 1, is_status ? &addr : NULL);
     if (rc != DONE) return rc;
     if (is_status) {
-        const char *why = s.o.key_file ? tier_key_read(s.o.key_file, &s.key) : NULL;
-        if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", s.o.key_file, why);
-        return addr ? status(addr, &s.key, &s.o.tls) : fail(FAIL_USAGE, "status: which ADDR?");
+        if (s.o.n_keys[KEY_ASKS] + s.o.n_keys[KEY_STAGES] > 1)
+            return fail(FAIL_USAGE, "status: one key is enough");
+        if ((rc = keys_read(&s)) != DONE) return rc;
+        return addr ? status(addr, &s.key[s.o.n_keys[KEY_STAGES] > 0][0], &s.o.tls)
+                    : fail(FAIL_USAGE, "status: which ADDR?");
     }
     if (is_bench) return bench(&s.o);
 #ifndef K3_HAVE_GPU

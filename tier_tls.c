@@ -9,6 +9,7 @@
 #include <limits.h>
 #include <openssl/err.h>
 #include <openssl/ssl.h>
+#include <openssl/x509.h>
 #include <poll.h>
 
 #define MAX_CHAIN_BYTES (32u << 10) /* of a client's certificates */
@@ -158,6 +159,32 @@ bool tier_tls_is_plain(const tier_tls_conn *c) {
     return SSL_in_before(c->ssl) &&
            recv(SSL_get_fd(c->ssl), p, sizeof p, MSG_PEEK | MSG_DONTWAIT) == (ssize_t)sizeof p &&
            memcmp(p, "K3T", sizeof p) == 0;
+}
+
+bool tier_tls_binding(const tier_tls_conn *c, uint8_t out[TIER_BINDING_BYTES]) {
+    bool is_ok = SSL_is_init_finished(c->ssl) &&
+                 SSL_export_keying_material(c->ssl, out, TIER_BINDING_BYTES, TIER_BINDING,
+                                            strlen(TIER_BINDING), NULL, 0, 0) == 1;
+    ERR_clear_error();
+    return is_ok;
+}
+
+bool tier_tls_is_named(const tier_tls_conn *c, const char *name) {
+    X509 *x = SSL_is_init_finished(c->ssl) && SSL_get_verify_result(c->ssl) == X509_V_OK
+                  ? SSL_get1_peer_certificate(c->ssl)
+                  : NULL;
+    X509_NAME *subject = x ? X509_get_subject_name(x) : NULL;
+    int i = subject ? X509_NAME_get_index_by_NID(subject, NID_commonName, -1) : -1;
+    bool is_named = false;
+    if (i >= 0 && X509_NAME_get_index_by_NID(subject, NID_commonName, i) < 0) {
+        unsigned char *text = NULL;
+        int n = ASN1_STRING_to_UTF8(&text, X509_NAME_ENTRY_get_data(X509_NAME_get_entry(subject, i)));
+        is_named = n >= 0 && (size_t)n == strlen(name) && memcmp(text, name, (size_t)n) == 0;
+        OPENSSL_free(text);
+    }
+    X509_free(x);
+    ERR_clear_error();
+    return is_named;
 }
 
 const char *tier_tls_why(const tier_tls_conn *c) { return c->why[0] ? c->why : NULL; }

@@ -29,6 +29,13 @@ ssize_t tier_tls_send(tier_tls_conn *c, const void *p, size_t n);
 ssize_t tier_tls_recv(tier_tls_conn *c, void *p, size_t n);
 const char *tier_tls_why(const tier_tls_conn *c);
 
+/* After the handshake: what proofs of a key over this connection are bound to, the exporter's channel
+ * binding (RFC 9266). False: OpenSSL gives none. */
+bool tier_tls_binding(const tier_tls_conn *c, uint8_t out[TIER_BINDING_BYTES]);
+
+/* After the handshake: has the client shown a certificate, checked, whose one common name is this? */
+bool tier_tls_is_named(const tier_tls_conn *c, const char *name);
+
 /* Does somebody who has not heard of TLS say hello? To be asked before the first recv. */
 bool tier_tls_is_plain(const tier_tls_conn *c);
 

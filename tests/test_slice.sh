@@ -11,7 +11,7 @@ suite=slice
 # shellcheck source=tests/boxes.sh
 . "$(dirname "$0")/boxes.sh"
 at_end() { for d in small tight; do [ ! -d "$T/$d" ] || umount "$T/$d" 2>/dev/null; done; }
-limit() { if [ "$1" = stage ]; then "$@"; else timeout -k 1 120 "$@"; fi; }
+limit() { case $1 in stage | near | tcp) "$@" ;; *) timeout -k 1 120 "$@" ;; esac }
 args=(-q --json --no-stop --model "$MODEL" --tokens 24 --threads 1 "Once upon a time there was a duck")
 
 expect() { if [ "$2" = "$3" ]; then pass; else fail "$1" "got '$2', want '$3'"; fi; }
@@ -60,6 +60,7 @@ ends "a slice" 0 "experts .* in 7 shards; [0-9.]* GB/s" "${slice[@]}" --size 150
 ends "the same again" 0 "is there, whole" "${slice[@]/#-q/--no-check}" --size 1500K --shard 200K --out "$T/s"
 ends "another one there" 2 "another slice" "${slice[@]}" --size 1M --out "$T/s"
 n=$(awk '$1 == "experts" { print $2 }' "$T/s/k3.slice")
+n_slice=$n
 expect "no more than --size" "$(($(du -sb "$T/s" | cut -f1) - 4096 <= 1500 * 1024))" 1
 expect "as many as fit" "$((n > 110 && n < 155))" 1
 
@@ -447,10 +448,129 @@ ends "the key" 0 "256 experts sent" stage keyed --psk-file "$T/key"
 stop $box
 box plain --model "$MODEL" --no-fill --ram 1G
 ends "a box without the key" 1 "not the one meant" stage plain --psk-file "$T/key"
-ends "a box with the model" 0 "256 experts sent" stage plain
+ends "a box with the model" 0 ": 0 experts sent .*, 256 skipped, 0 left out" stage plain
+expect "it read them itself" "$(stat_of plain experts_held) $(stat_of plain experts_staged_total)" "256 0"
 ends "a box with another model" 3 "refused: another model: fingerprint" "$K3" stage -q --model "$T/m" --to "unix:$T/plain.sock"
 check "a box with the model" 300 --tier "unix:$T/plain.sock"
 stop $box
+
+# A model like ours but for one byte of one expert, which no sample meets. Without sums it has our
+# fingerprint; what is told apart all the same is told expert by expert.
+cat >"$T/wrong.py" <<'EOF'
+"""wrong.py DIR LAYER EXPERT: change one bit of that expert."""
+import json, struct, sys
+d, il, ie = sys.argv[1:]
+name = f"language_model.model.layers.{il}.block_sparse_moe.experts.{ie}.w1.weight_packed"
+path = f"{d}/" + json.load(open(f"{d}/model.safetensors.index.json"))["weight_map"][name]
+f = open(path, "r+b")
+n = struct.unpack("<Q", f.read(8))[0]
+at = 8 + n + json.loads(f.read(n))[name]["data_offsets"][0]
+f.seek(at + 1234); b = f.read(1); f.seek(at + 1234); f.write(bytes([b[0] ^ 1]))
+EOF
+near_ours() { # DIR LAYER EXPERT
+    cp -rL "$MODEL" "$1" && rm -f "$1/k3.sums" && python3 "$T/wrong.py" "$@"
+}
+command -v python3 >/dev/null || { skip "models that are nearly ours: python3 is not installed (scripts/deps.sh test)"; report; exit; }
+near_ours "$T/near" 4 7
+near() { limit "$K3" stage -q --model "$T/near" --to "unix:$T/$1.sock" "${@:2}"; }
+box true --model "$MODEL" --no-fill --ram 1G
+ends "staged to a box that has the model" 3 "refused: another model: expert 7 of layer 4 is not the one here" near true
+expect "nothing of it was taken" "$(stat_of true experts_staged_total)" 0
+check "a box that was lied to" 200 --tier "unix:$T/true.sock"
+stop $box
+box true --ram 1G
+ends "staged by an honest one" 0 "256 experts sent" stage true
+ends "offered by one who has another" 0 ": 0 experts sent .*, 256 skipped" near true # all are here: nothing is offered
+stop $box
+box near --model "$T/near" --ram 1G
+held near 256
+limit "$K3" run "${args[@]/-q/-v}" --ram "$ram" --tier "unix:$T/near.sock" >"$T/out" 2>"$T/err"
+grep -q "compared by samples only, since ours has no sums" "$T/err" && pass || fail "samples only" "not said"
+stop $box
+# With sums on both sides: refused before it is asked, as box, as slice, and as stager.
+cp -rL "$MODEL" "$T/ours" && rm -f "$T/ours/k3.sums"
+"$K3" verify -q --model "$T/near" --write-sums >/dev/null && "$K3" verify -q --model "$T/ours" --write-sums >/dev/null
+ends "a slice with sums" 0 "checked with the model's sums" "$K3" slice -q --model "$T/near" --pins "$T/all" --size 9M --out "$T/near.s"
+expect "its fingerprint by sums" "$(awk '$1 == "fingerprint" && NF == 3 && $3 != "0000000000000000" { print "there" }' "$T/near.s/k3.slice")" there
+apart() { # NAME SAID OPTION...: a client with ours and its sums; SAID on stderr
+    local name=$1 said=$2
+    shift 2
+    limit "$K3" run "${args[@]/-q/-v}" --model "$T/ours" --ram $((ram + (1 << 20))) --tier-wait 200000 "$@" >"$T/out" 2>"$T/err"
+    grep -q "$said" "$T/err" && pass || fail "$name" "not said: $said"
+    expect "$name: the hash" "$(field logits_fnv)" "$want"
+}
+box near --model "$T/near" --ram 1G
+apart "a box with a model that is nearly ours" "refused: another model: fingerprint by sums" --tier "unix:$T/near.sock"
+expect "and was not asked" "$(field far_served)" 0
+ends "staged by sums" 3 "refused: another model: fingerprint by sums" "$K3" stage -q --model "$T/ours" --to "unix:$T/near.sock"
+stop $box
+box near --slice "$T/near.s" --ram 1G
+apart "a slice of a model that is nearly ours" "refused: another model: fingerprint by sums" --tier "unix:$T/near.sock"
+ends "beside the model" 3 "not of the model in .*: another model: fingerprint by sums" "$K3_TIER" --model "$T/ours" --slice "$T/near.s" --ram 1G --listen "unix:$T/x.sock"
+stop $box
+box near --ram 1G
+ends "staged with sums" 0 "256 experts sent" near near
+apart "staged of a model that is nearly ours" "refused: another model: fingerprint by sums" --tier "unix:$T/near.sock"
+stop $box
+box ours --model "$T/ours" --ram 1G
+held ours 256
+apart "ours, with sums" "up, holds 256 experts of 256 it has room for$" --tier "unix:$T/ours.sock"
+[ "$(field far_served)" -ge 200 ] && pass || fail "ours, with sums" "$(field far_served) served"
+check "ours, without" 200 --tier "unix:$T/ours.sock"
+stop $box
+# A slice that was written without sums, beside a model that has some: each expert is compared.
+rm "$T/near/k3.sums"
+ends "a slice without sums" 0 "experts" "$K3" slice --model "$T/near" --pins "$T/all" --size 9M --out "$T/near.t"
+grep -q "note: .* has no sums" "$T/err" && pass || fail "a slice without sums" "not said"
+box both --model "$T/ours" --slice "$T/near.t" --ram 1G
+held both 256
+expect "one expert is the model's" "$(grep -c "the slice has another than the model's sums tell of" "$T/both.err")" 1
+check "a slice that is nearly ours, beside the model" 200 --tier "unix:$T/both.sock"
+stop $box
+# A slice as older releases wrote it.
+if [ -x "$T/sum" ]; then
+    cp -r "$T/s" "$T/v1" && head -n -1 "$T/s/k3.slice" | sed 's/^k3-slice 2/k3-slice 1/; s/^\(fingerprint [0-9a-f]*\) .*/\1/' >"$T/list"
+    { cat "$T/list"; echo "end $("$T/sum" <"$T/list")"; } >"$T/v1/k3.slice"
+    box old --slice "$T/v1" --ram 1G
+    held old "$n_slice"
+    check "a slice of version 1" 100 --tier "unix:$T/old.sock"
+    stop $box
+fi
+# A slice whose shard is damaged takes that expert from who stages, if it is the one it has a sum of.
+rm -rf "$T/c" && cp -r "$T/s" "$T/c"
+printf '\001' | dd of="$T/c/model-00002-of-000007.safetensors" bs=1 seek=100000 conv=notrunc 2>/dev/null
+box torn --slice "$T/c" --ram 1G
+held torn $((n_slice - 1))
+read -r il ie < <(sed -n 's/.*expert \([0-9]*\) of layer \([0-9]*\).*left out/\2 \1/p' "$T/torn.err")
+echo "$il $ie" >"$T/one.pin"
+near_ours "$T/wrong" "$il" "$ie"
+ends "another expert in its place" 5 "refused: damaged: expert .* does not match the sum that this box has" "$K3" stage -q --model "$T/wrong" --to "unix:$T/torn.sock" --pins "$T/one.pin"
+ends "a damaged expert is staged" 0 ": 1 experts sent" stage torn --pins "$T/one.pin"
+expect "it is here" "$(stat_of torn experts_held) $(stat_of torn experts_staged_total)" "$n_slice 1"
+check "with a staged expert in the place of a damaged one" 100 --tier "unix:$T/torn.sock"
+stop $box
+
+# Who may stage, over TCP: nobody by being there, nor with a key to ask, whatever --insecure says.
+printf 'a key for those who stage, and no other\n' >"$T/stage.key" && chmod 600 "$T/stage.key"
+port=$((20000 + ($$ + 7777) % 20000))
+tcp() { limit "$K3" stage -q --model "$MODEL" --to "127.0.0.1:$port" "$@"; }
+box tcp --ram 1G --listen "127.0.0.1:$port" --insecure
+ends "stage over TCP" 1 "refused: may not stage: start this box with --stage-psk-file" tcp
+stop $box
+box tcp --ram 1G --listen "127.0.0.1:$port" --psk-file "$T/key"
+ends "stage with a key to ask" 1 "refused: may not stage" tcp --psk-file "$T/key"
+stop $box
+box tcp --ram 1G --listen "127.0.0.1:$port" --psk-file "$T/key" --psk-file "$T/other" --stage-psk-file "$T/stage.key"
+ends "stage with a key to ask, beside one to stage" 1 "refused: another key" tcp --psk-file "$T/key"
+ends "stage with the key to stage" 0 "256 experts sent" tcp --psk-file "$T/stage.key"
+for k in key other; do check "asked with $k" 200 --tier "127.0.0.1:$port" --psk-file "$T/$k"; done
+check "asked with the key to stage" 0 --tier "127.0.0.1:$port" --psk-file "$T/stage.key"
+expect "and not answered" "$(field far_served)" 0
+for k in key other stage.key; do
+    expect "looked at with $k" "$("$K3_TIER" status "127.0.0.1:$port" --psk-file "$T/$k" | grep -c '^experts_held.256')" 1
+done
+stop $box
+ends "nobody could stage" 2 "nobody may stage" "$K3_TIER" --ram 1G --linger 1 --listen "127.0.0.1:$port"
 
 # ---- Keeping what was staged -------------------------------------------------------------------
 

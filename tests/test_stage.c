@@ -28,6 +28,7 @@ static void open_source(const char *dir) {
 static void open_box(uint64_t ram) {
     memset(&sv, 0, sizeof sv);
     sv.o = (options){.ram = ram, .clients = 2, .threads = 1};
+    sv.o.listen[sv.o.n_listen++] = "unix:"; /* somebody may stage */
     sv.wake_fd = -1;
     pthread_mutex_init(&sv.st.lock, NULL);
     pthread_cond_init(&sv.st.work, NULL);
@@ -332,7 +333,7 @@ static void test_others(void) {
     uint32_t n;
     open_box(1u << 30);
     l[0] = stager(0);
-    other.fingerprint++;
+    other.sampled++;
     l[1] = dial_in(1);
     hello_as(l[1], &other, TIER_STAGES);
     CHECK(is_refused("another model: fingerprint"));
@@ -381,6 +382,7 @@ static void test_busy(void) {
     }
     fetch(il, 7);
     CHECK_EQ_INT(offer(b, il, 7), TIER_FULL); /* what was staged stays */
+    fetch(il, 4);
     CHECK_EQ_INT(offer(b, il, 4), TIER_HAS);
     CHECK_EQ_INT(sv.st.n_evicted, 0);
     check_idle();
@@ -388,10 +390,25 @@ static void test_busy(void) {
     server_close(&sv);
 }
 
-/* A box with the model makes room where hardly anybody wants what is there. */
+/* Read what is wanted, without threads. */
+static void warm_all(void) {
+    size_t i;
+    int32_t i_slot;
+    while (warm_next(&sv, &i, &i_slot)) {
+        expert_view x;
+        int rc = warm_read(&sv, sv.m.n_dense + (uint32_t)(i / sv.m.n_experts),
+                           (uint32_t)(i % sv.m.n_experts),
+                           sv.st.bytes + (uint64_t)i_slot * sv.st.slot_bytes, &x);
+        warm_done(&sv, i, i_slot, rc, &x);
+    }
+}
+
+/* A box with the model takes no bytes of it from others: it reads what is offered, makes room where
+ * hardly anybody wants what is there, and tells who has another expert. */
 static void test_with_model(const char *dir) {
     uint32_t il = src.m.n_dense;
     uint8_t wish[4];
+    uint64_t n[N_EXPERT_TENSORS];
     open_box(1u << 30);
     server_close(&sv);
     memset(&sv, 0, sizeof sv);
@@ -409,16 +426,181 @@ static void test_with_model(const char *dir) {
     for (uint32_t ie = 1; ie < 4; ie++) {
         if (ie == 3) sv.st.heat[index_of(&sv, il, 2)] = 0; /* staged, and never wanted since */
         fetch(il, ie);
-        CHECK_EQ_INT(offer(l, il, ie), TIER_WANTS);
-        pieces(l, 9000);
-        CHECK_EQ_INT(commit(l, il, ie, expert_sum), TIER_HAS);
+        CHECK_EQ_INT(offer(l, il, ie), TIER_BUSY);
+        warm_all();
+        CHECK_EQ_INT(offer(l, il, ie), TIER_HAS);
+        int32_t at = sv.st.slot_of[index_of(&sv, il, ie)];
+        expert_lengths(sv.m.latent, sv.m.inter, n);
+        for (uint64_t k = 0, from = 0; at != NONE && k < N_EXPERT_TENSORS; from += n[k++])
+            CHECK_EQ_MEM(sv.st.slots[at].view.p[k], expert + from, n[k]);
     }
+    CHECK_EQ_INT(sv.stats[TIER_STAT_STAGED], 0);
     CHECK(sv.st.slot_of[index_of(&sv, il, 1)] != NONE);
     CHECK(sv.st.slot_of[index_of(&sv, il, 2)] == NONE);
     CHECK(sv.st.slot_of[index_of(&sv, il, 3)] != NONE);
     CHECK_EQ_INT(sv.st.n_evicted, 1);
     CHECK(!sv.st.slots[0].is_kept && !sv.st.slots[1].is_kept);
+    fetch(il, 3);
+    expert_sum ^= 1; /* of the same fingerprint, and yet another */
+    CHECK_EQ_INT(offer(l, il, 3), -1);
+    CHECK(is_refused("another model: expert 3 of layer"));
+    CHECK(!is_open(l));
     hang_up(l);
+    check_idle();
+    l = stager(0);
+    sv.st.heat[index_of(&sv, il, 4)] = -1.0f; /* a read that failed: bytes are taken, ... */
+    for (uint32_t i = 0; i < 2; i++) {
+        sv.st.heat[index_of(&sv, il, i == 0 ? 1 : 3)] = 0;
+        fetch(il, 4);
+        CHECK_EQ_INT(offer(l, il, 4), TIER_FULL); /* ... but nothing goes for them */
+    }
+    CHECK_EQ_INT(sv.st.n_evicted, 1);
+    hang_up(l);
+    server_close(&sv);
+}
+
+/* What was staged first is what is there: an offer of another expert in its place ends. */
+static void test_another(void) {
+    uint32_t il = src.m.n_dense;
+    open_box(1u << 30);
+    line l = stager(0);
+    fetch(il, 4);
+    CHECK_EQ_INT(offer(l, il, 4), TIER_WANTS);
+    pieces(l, 9000);
+    CHECK_EQ_INT(commit(l, il, 4, expert_sum), TIER_HAS);
+    expert_sum ^= 1;
+    CHECK_EQ_INT(offer(l, il, 4), -1);
+    CHECK(is_refused("another model: expert 4 of layer"));
+    hang_up(l);
+    server_close(&sv);
+}
+
+/* ---- Rights ---- */
+
+/* The same as dial_in, from nobody knows whom. */
+static line dial_in_tcp(uint32_t i) {
+    struct sockaddr_in sa = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t n = sizeof sa;
+    line l = dial_in(i);
+    int ear = socket(AF_INET, SOCK_STREAM, 0), fd = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(bind(ear, (void *)&sa, sizeof sa) == 0 && listen(ear, 1) == 0);
+    CHECK(getsockname(ear, (void *)&sa, &n) == 0 && connect(fd, (void *)&sa, sizeof sa) == 0);
+    close(l.fd);
+    close(l.c->fd);
+    l.c->fd = accept(ear, NULL, NULL);
+    l.fd = fd;
+    close(ear);
+    return l;
+}
+
+static const tier_key ASK[2] = {{"an asker's, of thirty-two bytes.", 32},
+                                {"another asker's, of 32 bytes too", 32}},
+                      STAGE = {"a stager's, of thirty-two bytes.", 32};
+
+/* say_frame over a socket that takes its time. */
+static void say_slowly(line l, enum tier_type type, size_t n) {
+    say_frame(l, type, n);
+    for (int i = 0; i < 200 && n_back == 0; i++) {
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        if (is_open(l) && !l.c->has_frame && conn_fill(&sv, l.c) && l.c->has_frame)
+            conn_act(&sv, l.c);
+        ssize_t got = recv(l.fd, back, sizeof back, MSG_DONTWAIT);
+        n_back = got > 0 ? (size_t)got : 0;
+    }
+}
+
+/* Say hello in a role, with a key (NULL: none), over a connection bound to zeros or, a lie, to something
+ * else. True: welcome. */
+static bool is_let_in(line l, uint8_t role, const tier_key *key, bool lies) {
+    uint32_t n;
+    tier_talk talk = {.binding = {lies}};
+    tier_hello_pack(talk.hello, &src.m, role, talk.nonce);
+    memcpy(out, talk.hello, sizeof talk.hello);
+    say_slowly(l, TIER_HELLO, sizeof talk.hello);
+    const uint8_t *p = heard(TIER_CHALLENGE, &n);
+    if (p && key) {
+        CHECK_EQ_INT(n, TIER_CHALLENGE_BYTES);
+        CHECK(tier_answer(key, &talk, p, n, out) == NULL);
+        say_slowly(l, TIER_PROOF, TIER_PROOF_BYTES);
+        p = heard(TIER_PROOF, &n);
+        CHECK(!p || tier_believe(key, &talk, p, n) == NULL);
+        if (!p) return false;
+    } else if (p) {
+        return false;
+    }
+    return heard(TIER_WELCOME, &n) != NULL;
+}
+
+/* Who may ask, who may stage, who may look. */
+static void test_rights(const char *dir) {
+    static const tier_key *const key[] = {NULL, &ASK[0], &ASK[1], &STAGE};
+    static const struct {
+        const char *why;
+        uint32_t n_ask, n_stage;
+        bool is_unix;
+        const char *in[TIER_N_ROLES]; /* with which of the keys above one is let in */
+    } box[] = {{"nothing given, TCP", 0, 0, false, {"yyyy", "yyyy", "nnnn"}},
+               {"nothing given, unix", 0, 0, true, {"yyyy", "yyyy", "yyyy"}},
+               {"a key, TCP", 1, 0, false, {"nynn", "nynn", "nnnn"}},
+               {"two keys, TCP", 2, 0, false, {"nyyn", "nyyn", "nnnn"}},
+               {"a key, unix", 1, 0, true, {"nynn", "nynn", "nynn"}},
+               {"a key to stage, TCP", 0, 1, false, {"yyyy", "yyyy", "nnny"}},
+               {"a key to stage, unix", 0, 1, true, {"yyyy", "yyyy", "nnny"}},
+               {"keys for both, TCP", 2, 1, false, {"nyyn", "nyyy", "nnny"}},
+               {"keys for both, unix", 2, 1, true, {"nyyn", "nyyy", "nnny"}}};
+    memset(&sv, 0, sizeof sv);
+    sv.o = (options){.model_dir = dir, .ram = 1u << 30, .clients = 2, .threads = 1};
+    sv.wake_fd = -1;
+    pthread_mutex_init(&sv.st.lock, NULL);
+    pthread_cond_init(&sv.st.work, NULL);
+    CHECK_EQ_INT(sources_open(&sv), DONE);
+    sv.key[KEY_ASKS][0] = ASK[0];
+    sv.key[KEY_ASKS][1] = ASK[1];
+    sv.key[KEY_STAGES][0] = STAGE;
+    for (size_t i = 0; i < COUNT(box); i++)
+        for (uint8_t role = 0; role < TIER_N_ROLES; role++)
+            for (int k = 0; k < 4; k++) {
+                sv.o.n_keys[KEY_ASKS] = box[i].n_ask;
+                sv.o.n_keys[KEY_STAGES] = box[i].n_stage;
+                line l = box[i].is_unix ? dial_in(0) : dial_in_tcp(0);
+                bool is_in = is_let_in(l, role, key[k], false);
+                if (is_in != (box[i].in[role][k] == 'y'))
+                    printf("    %s, role %d, key %d\n", box[i].why, role, k);
+                CHECK(is_in == (box[i].in[role][k] == 'y'));
+                hang_up(l);
+                l = dial_in(0);
+                if (box[i].n_ask > 0) CHECK(!is_let_in(l, role, key[k], true));
+                hang_up(l);
+            }
+    CHECK(sv.n_clients == 0 && sv.n_stagers == 0);
+    sv.o.n_keys[KEY_ASKS] = sv.o.n_keys[KEY_STAGES] = 0;
+    sv.o.stage_name = "somebody"; /* then nobody without TLS, not even our own user */
+    line l = dial_in(0);
+    CHECK(!is_let_in(l, TIER_STAGES, NULL, false));
+    hang_up(l);
+    server_close(&sv);
+}
+
+/* A client of another version is told what to do, in a frame of its own version. */
+static void test_version(void) {
+    open_box(1u << 30);
+    for (int version = 0; version < 256; version += 1 + 84 * (version > 2)) {
+        line l = dial_in(0);
+        size_t n = tier_seal(frame, TIER_HELLO, 0, 104);
+        frame[3] = (uint8_t)version;
+        tier_put64(frame + 24, tier_sum(frame, 104));
+        CHECK(send(l.fd, frame, n, MSG_NOSIGNAL) == (ssize_t)n);
+        conn_fill(&sv, l.c);
+        ssize_t got = recv(l.fd, back, sizeof back, MSG_DONTWAIT);
+        if (version != TIER_VERSION) {
+            CHECK(got > (ssize_t)TIER_HEAD_BYTES && back[3] == version && back[4] == TIER_REFUSE);
+            CHECK(got == TIER_HEAD_BYTES + (ssize_t)tier_get32(back + 8));
+            CHECK(tier_get64(back + 24) == tier_sum(back, tier_get32(back + 8)));
+            CHECK(memmem(back, (size_t)got, "install the same release", 24) != NULL);
+        }
+        CHECK(version == TIER_VERSION || !is_open(l));
+        hang_up(l);
+    }
     server_close(&sv);
 }
 
@@ -463,12 +645,12 @@ static void test_keep(const char *dir) {
     hang_up(l);
     server_close(&sv); /* writes what is left */
     memset(&sv, 0, sizeof sv);
-    sv.o = (options){.keep_dir = keep, .ram = 1u << 30, .clients = 1, .threads = 1};
+    sv.o = (options){.keep_dir = keep, .stage_name = "somebody", .ram = 1u << 30, .clients = 1, .threads = 1};
     pthread_mutex_init(&sv.st.lock, NULL);
     pthread_cond_init(&sv.st.work, NULL);
     CHECK_EQ_INT(sources_open(&sv), DONE);
     CHECK_EQ_INT(sv.st.n_readable, 5);
-    CHECK(sv.m.fingerprint == src.m.fingerprint && sv.list.n == 5);
+    CHECK(sv.m.sampled == src.m.sampled && sv.m.by_sums == src.m.by_sums && sv.list.n == 5);
     server_close(&sv);
     snprintf(path, sizeof path, "rm -r %s", keep);
     CHECK_EQ_INT(system(path), 0);
@@ -477,9 +659,11 @@ static void test_keep(const char *dir) {
 
 /* ---- The manifest ---- */
 
-static size_t manifest(char *text, uint32_t n) {
-    slice s = {.numerics = K3_NUMERICS_ID,
-               .fingerprint = 0x0123456789abcdef,
+static size_t manifest(char *text, uint32_t version, uint32_t n) {
+    slice s = {.version = version,
+               .numerics = K3_NUMERICS_ID,
+               .sampled = 0x0123456789abcdef,
+               .by_sums = version > 1 ? 0xfedcba9876543210 : 0,
                .config_sum = 5,
                .n_layers = 9,
                .n_dense = 1,
@@ -519,12 +703,13 @@ static void test_manifest(void) {
     static char text[8192], bad[8192];
     char end[SLICE_LINE];
     slice s;
-    size_t n = manifest(text, 40);
+    size_t n = manifest(text, 2, 40);
     CHECK_EQ_INT(slice_end_write(text, 0, end), 21);
     CHECK_EQ_STR(end, "end 2d06800538d394c2\n"); /* XXH3-64 of nothing, as published */
     CHECK(slice_parse(text, n, false, &s, NULL) == NULL);
     CHECK(s.n == 40 && s.n_done == 40 && s.list[39].il == 8 && s.list[39].ie == 4 &&
-          s.list[39].sum == 1039 && s.fingerprint == 0x0123456789abcdef);
+          s.list[39].sum == 1039 && s.sampled == 0x0123456789abcdef &&
+          s.by_sums == 0xfedcba9876543210);
     free(s.list);
     for (size_t i = 0; i < n; i++) { /* any shorter one, any changed byte */
         if (is_taken(text, i, false)) CHECK(!"a manifest cut short");
@@ -537,7 +722,9 @@ static void test_manifest(void) {
     CHECK(!is_taken(bad, n + 1, false));
     static const struct {
         const char *from, *to;
-    } change[] = {{"k3-slice 1", "k3-slice 2"},       {"geometry 9 1 32", "geometry 9 9 32"},
+    } change[] = {{"k3-slice 2", "k3-slice 1"},       {"k3-slice 2", "k3-slice 3"},
+                  {"cdef fed", "cdef Fed"},           {"cdef fed", "cdef\nfed"},
+                  {"geometry 9 1 32", "geometry 9 9 32"},
                   {"experts 40", "experts 41"},       {"experts 40", "experts 00"},
                   {"\n1 0 000", "\n0 0 000"},         {"\n1 0 000", "\n9 0 000"},
                   {"\n1 0 000", "\n2 0 000"},         {"\n1 0 000", "\n+ 0 000"},
@@ -550,6 +737,12 @@ static void test_manifest(void) {
     size_t n_taken = 0; /* an unfinished one is good up to its last whole line */
     for (size_t i = 0; i < n - 21; i++) n_taken += is_taken(text, i, true);
     CHECK_EQ_INT(n_taken, n - 21 - (size_t)(strstr(text, "\n1 0 000") + 1 - text));
+    n = manifest(text, 1, 40); /* as releases before wrote it */
+    CHECK(slice_parse(text, n, false, &s, NULL) == NULL);
+    CHECK(s.version == 1 && s.n == 40 && s.sampled == 0x0123456789abcdef && s.by_sums == 0);
+    free(s.list);
+    memcpy(strstr(text, "k3-slice 1"), "k3-slice 2", 10);
+    CHECK(!is_taken(text, reseal(text, n), false));
 }
 
 int main(int argc, char **argv) {
@@ -564,6 +757,9 @@ int main(int argc, char **argv) {
     test_others();
     test_busy();
     test_with_model(dir);
+    test_another();
+    test_rights(dir);
+    test_version();
     test_keep(dir);
     test_manifest();
     server_close(&src);

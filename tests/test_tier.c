@@ -212,7 +212,7 @@ static void test_frames(void) {
     tier_head h;
     memcpy(f + TIER_HEAD_BYTES, "payload", 8);
     CHECK_EQ_INT(tier_seal(f, TIER_WISH, 0x1122334455667788u, 8), TIER_HEAD_BYTES + 8);
-    CHECK_EQ_MEM(f, "K3T\1\x9\0\0\0\x8\0\0\0\0\0\0\0\x88\x77\x66\x55\x44\x33\x22\x11", 24);
+    CHECK_EQ_MEM(f, "K3T\2\x9\0\0\0\x8\0\0\0\0\0\0\0\x88\x77\x66\x55\x44\x33\x22\x11", 24);
     CHECK(tier_head_parse(f, &h) == NULL && h.sum == tier_sum(f, 8) && h.n == 8);
     for (size_t i = 0; i < sizeof f; i++) { /* any flipped bit is seen */
         f[i] ^= 0x10;
@@ -224,26 +224,74 @@ static void test_frames(void) {
     CHECK(tier_head_parse(f, &h) != NULL);
 }
 
-/* Values of Python: hmac.new(bytes(range(32)), who + hello + nonce, 'sha256'), the hello being
- * bytes (7 i) % 256, the nonce bytes 200 + i. */
+/* Values of Python: hmac.new(bytes(range(32)), who + hello + nonce + binding, 'sha256'), the hello being
+ * bytes (7 i) % 256, the nonce bytes 200 + i, the binding bytes 100 + i. */
 static void test_proof(void) {
-    static const uint8_t server_want[32] = {0xaf, 0xfa, 0x4b, 0x61, 0x96, 0xc0, 0x0b, 0x64,
-                                            0xf9, 0xb8, 0xd1, 0x58, 0xff, 0xea, 0x34, 0x92,
-                                            0x29, 0x24, 0x80, 0x9d, 0x3d, 0x51, 0xda, 0x3b,
-                                            0x07, 0x9b, 0xcb, 0x38, 0xf5, 0x20, 0x11, 0x4e},
-                         client_want[32] = {0x1e, 0x1e, 0xdd, 0x9b, 0xba, 0x93, 0xb8, 0x09,
-                                            0xdf, 0xc9, 0x0a, 0x76, 0x27, 0x22, 0xd8, 0xb4,
-                                            0x2f, 0x1a, 0x3e, 0xb5, 0xed, 0x9b, 0x55, 0x04,
-                                            0xb4, 0x91, 0xa4, 0xd8, 0x7c, 0xd8, 0xe9, 0x7d};
+    static const uint8_t server_want[32] = {0xf7, 0x13, 0x32, 0xe4, 0x72, 0xb1, 0x5e, 0x82,
+                                            0x02, 0xd1, 0x58, 0x59, 0x0e, 0x50, 0xd6, 0xf0,
+                                            0x0b, 0x5e, 0xf7, 0x0f, 0xf9, 0xde, 0xfe, 0x6d,
+                                            0x84, 0x64, 0xe1, 0x01, 0xf6, 0xf3, 0xa1, 0xd5},
+                         client_want[32] = {0xb9, 0x09, 0x98, 0x93, 0x85, 0x80, 0x4a, 0xa6,
+                                            0x9a, 0x3d, 0x13, 0x11, 0x1a, 0x0b, 0x04, 0x39,
+                                            0xe3, 0x6a, 0xca, 0x9d, 0xe8, 0x1a, 0xde, 0x8e,
+                                            0x69, 0x65, 0x06, 0xa6, 0xfa, 0x13, 0xa8, 0x58};
     tier_key key = {.n = 32};
-    uint8_t hello[TIER_HELLO_BYTES], nonce[TIER_NONCE_BYTES], got[32];
+    uint8_t got[32];
+    tier_talk t;
     for (int i = 0; i < 32; i++) key.bytes[i] = (uint8_t)i;
-    for (size_t i = 0; i < sizeof hello; i++) hello[i] = (uint8_t)(7 * i);
-    for (size_t i = 0; i < sizeof nonce; i++) nonce[i] = (uint8_t)(200 + i);
-    CHECK(tier_proof(&key, "k3-tier server", hello, nonce, got));
+    for (size_t i = 0; i < sizeof t.hello; i++) t.hello[i] = (uint8_t)(7 * i);
+    for (size_t i = 0; i < sizeof t.nonce; i++) t.nonce[i] = (uint8_t)(200 + i);
+    for (size_t i = 0; i < sizeof t.binding; i++) t.binding[i] = (uint8_t)(100 + i);
+    CHECK(tier_proof(&key, TIER_SERVER, &t, got));
     CHECK_EQ_MEM(got, server_want, 32);
-    CHECK(tier_proof(&key, "k3-tier client", hello, nonce, got));
+    CHECK(tier_believe(&key, &t, server_want, 32) == NULL);
+    CHECK(tier_believe(&key, &t, client_want, 32) != NULL); /* our own, sent back */
+    CHECK(tier_believe(&key, &t, server_want, 31) != NULL);
+    CHECK(tier_proof(&key, TIER_CLIENT, &t, got));
     CHECK_EQ_MEM(got, client_want, 32);
+    t.binding[31]++; /* over another connection */
+    CHECK(tier_believe(&key, &t, server_want, 32) != NULL);
+}
+
+/* Keys that can be guessed are refused. */
+static void test_keys(void) {
+    static const struct {
+        const char *text, *why;
+    } file[] = {{"0123456789abcdef0123456789abcde\n", "shorter than 32 bytes"},
+                {"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "not random"},
+                {"0101010101010101010101010101010123456\n", "not random"},
+                {"3yqLrNrCS5sEq0tCkDyqvS6Ly2Zp1C0wUqJ4v8z1H9E=\n", NULL},
+                {"6f1b3c9d8e7a20451122334455667788\r\n", NULL}};
+    char path[] = "/tmp/k3-key-XXXXXX";
+    int fd = mkstemp(path);
+    tier_key key;
+    for (size_t i = 0; i < COUNT(file); i++) {
+        size_t n = strlen(file[i].text);
+        CHECK(ftruncate(fd, 0) == 0 && pwrite(fd, file[i].text, n, 0) == (ssize_t)n);
+        const char *why = tier_key_read(path, &key);
+        CHECK(file[i].why ? why && strstr(why, file[i].why) && strstr(why, "openssl rand -base64 32")
+                          : !why && key.n == strcspn(file[i].text, "\r\n"));
+    }
+    close(fd);
+    unlink(path);
+}
+
+/* What both ends know best is compared: sums where both have them, else samples. */
+static void test_prints(void) {
+    char text[TIER_MAX_TEXT];
+    tier_model a = sv.m, b = sv.m;
+    CHECK(a.sampled != 0 && a.by_sums == 0); /* the demo has no sums */
+    CHECK(tier_model_differs(&a, &b, text, sizeof text) == NULL);
+    b.by_sums = 7;
+    CHECK(tier_model_differs(&a, &b, text, sizeof text) == NULL);
+    a.by_sums = 8;
+    CHECK_EQ_STR(tier_model_differs(&a, &b, text, sizeof text),
+                 "another model: fingerprint by sums 0000000000000008 here, 0000000000000007 there");
+    a.by_sums = 7;
+    a.sampled++;
+    CHECK(tier_model_differs(&a, &b, text, sizeof text) == NULL);
+    a.by_sums = 0;
+    CHECK(strstr(tier_model_differs(&a, &b, text, sizeof text), "another model: fingerprint "));
 }
 
 static void test_addresses(void) {
@@ -404,6 +452,8 @@ int main(int argc, char **argv) {
     test_limits();
     test_frames();
     test_proof();
+    test_keys();
+    test_prints();
     test_addresses();
     test_store(dir);
     test_idle();

@@ -326,8 +326,12 @@ printf 'short' >"$T/short"
 printf 'a key of more than sixteen bytes\n' >"$T/key"
 printf 'another key of more than sixteen bytes\n' >"$T/other"
 chmod 600 "$T/short" "$T/key" "$T/other"
-refused "a short key" "shorter than 16" --listen 0.0.0.0:0 --psk-file "$T/short"
+refused "a short key" "shorter than 32 bytes.*openssl rand -base64 32" --listen 0.0.0.0:0 --psk-file "$T/short"
 cp "$T/key" "$T/open" && chmod 644 "$T/open"
+printf 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\n' >"$T/plain" && chmod 600 "$T/plain"
+refused "a key that is not random" "not random" --listen 0.0.0.0:0 --psk-file "$T/plain"
+refused "a key for two rights" "each has a right of its own" --listen 0.0.0.0:0 --psk-file "$T/key" --stage-psk-file "$T/key"
+refused "a key to stage alone for an open address" "psk-file" --listen 0.0.0.0:0 --stage-psk-file "$T/key"
 refused "a key that others may read" "chmod 600" --listen 0.0.0.0:0 --psk-file "$T/open"
 echo precious >"$T/file"
 refused "a file where the socket goes" "there is a file" --listen "unix:$T/file"
@@ -370,7 +374,7 @@ refused "an empty address" "no address" --listen ""
 "$K3_TIER" --ram 1 --listen "unix:$T/little.sock" >"$T/out" 2>&1
 [ $? = 4 ] && grep -q "the program needs" "$T/out" && pass || fail "--ram 1 without a model" "$(cat "$T/out")"
 "$K3_TIER" status "unix:$T/keyed.sock" --psk-file "$T/other" >"$T/out" 2>&1
-grep -q "the box has another key" "$T/out" && pass || fail "status with another key" "$(cat "$T/out")"
+grep -q "refused: another key" "$T/out" && pass || fail "status with another key" "$(cat "$T/out")"
 
 # Figures over HTTP, frames in words.
 port=$((20000 + $$ % 20000))

@@ -46,7 +46,8 @@ certificate() { # NAME AUTHORITY NAMES DAYS
 } >"$T/err" 2>&1 || { cat "$T/err"; echo "tier_tls: 0 passed, 1 failed, 0 skipped"; exit 1; }
 cat "$T/client.key" "$T/client.pem" >"$T/both.pem"
 printf 'a key of more than sixteen bytes\n' >"$T/psk"
-chmod 600 "$T"/*.key "$T/both.pem" "$T/psk"
+printf 'a key of more than sixteen bytes, to stage\n' >"$T/psk.stage"
+chmod 600 "$T"/*.key "$T/both.pem" "$T/psk" "$T/psk.stage"
 
 # ---- Peers of a few lines ----
 
@@ -133,14 +134,27 @@ def ahead():                                # log: a box's --dump; hello and 40 
     for m in re.finditer(r"-> (hello|stats), (\d+) bytes.*\n((?:  [0-9a-f]{6}  .*\n)+)", open(log, errors="replace").read()):
         rows = [line[9:57].split() for line in m[3].splitlines()]
         frame = bytes.fromhex("".join("".join(row) for row in rows))
-        if len(frame) == int(m[2]) and (m[1] == "stats" or frame[32 + 64] == 1): frames[m[1]] = frame
+        if len(frame) == int(m[2]) and (m[1] == "stats" or frame[32 + 72] == 1): frames[m[1]] = frame
     s = ssl.create_default_context(cafile=sys.argv[4]).wrap_socket(
         socket.create_connection(("127.0.0.1", port)), server_hostname="localhost")
     s.sendall(frames["hello"] + 40 * frames["stats"])
     s.settimeout(5)
-    exactly(s, 32 + 16 + 40 * (32 + 128))   # a welcome, 40 answers; a timeout is an error
+    exactly(s, 32 + 32 + 40 * (32 + 128))   # a welcome, 40 answers; a timeout is an error
+
+def between(c):                             # log, our certificate and key, the box's port and authority
+    import ssl
+    cert, key, box_port, ca = sys.argv[4:8]
+    us = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    us.load_cert_chain(cert, key)
+    c = us.wrap_socket(c, server_side=True)
+    box = ssl.create_default_context(cafile=ca).wrap_socket(
+        socket.create_connection(("127.0.0.1", int(box_port))), server_hostname="localhost")
+    with open(log, "a") as f: f.write("between\n")
+    threading.Thread(target=pump, args=(box, c), daemon=True).start()
+    pump(c, box)
 
 if what in ("connect", "forbid"): serve(connect)
+elif what == "between": serve(between)
 elif what == "socks": serve(socks)
 elif what == "silent": serve(lambda c: time.sleep(60))
 elif what == "garbage": garbage()
@@ -151,7 +165,7 @@ EOF
 peer() {
     new_port
     : >"$T/log"
-    python3 "$T/net.py" "$1" "$port" "$T/log" 2>"$T/peer.err" &
+    python3 "$T/net.py" "$1" "$port" "$T/log" "${@:2}" 2>"$T/peer.err" &
     peer=$!
     pids+=($peer)
     for _ in $(seq 100); do { : <>"/dev/tcp/127.0.0.1/$port"; } 2>/dev/null && break; sleep 0.05; done
@@ -283,6 +297,13 @@ check "a certificate for another address" none "is not for 127.0.0.1" --tier "tl
 stop $box
 box tls:127.0.0.1:@ "${tls[@]}" --psk-file "$T/psk"
 check "TLS and a key" 300 "" --tier "tls:127.0.0.1:$port" "${trust[@]}" --psk-file "$T/psk"
+box_port=$port
+peer between "$T/box.pem" "$T/box.key" "$box_port" "$T/ca.pem"
+check "TLS with somebody in between" none "refused: another key, or somebody between us" --tier "tls:127.0.0.1:$port" "${trust[@]}" --psk-file "$T/psk"
+"$K3_TIER" status "tls:127.0.0.1:$port" "${mine[@]}" >"$T/status" 2>"$T/err" && fail "status with somebody in between" "figures" || pass
+grep -q "^between$" "$T/log" && pass || fail "somebody in between" "was not asked"
+stop $peer
+port=$box_port
 check "TLS without the key" none "wants a key" --tier "tls:127.0.0.1:$port" "${trust[@]}"
 stop $box
 
@@ -389,8 +410,10 @@ stage() {
 }
 plain_box=$box plain_port=$box_port holds=()
 expert=9792 # bytes of one, in the demo
-box tls:127.0.0.1:@ "${tls[@]}" --tls-ca "$T/ca.pem" --psk-file "$T/psk"
-key=(--psk-file "$T/psk")
+box tls:127.0.0.1:@ "${tls[@]}" --tls-ca "$T/ca.pem" --psk-file "$T/psk" --stage-psk-file "$T/psk.stage"
+asker=(--psk-file "$T/psk")
+key=(--psk-file "$T/psk.stage")
+stage "stage over TLS with a key to ask" 1 "refused: another key" "tls:127.0.0.1:$port" "${trust[@]}" "${me[@]}" "${asker[@]}"
 stage "stage over TLS without a certificate" 1 "wants a certificate of ours: give --tier-cert" "tls:127.0.0.1:$port" "${trust[@]}" "${key[@]}"
 stage "stage over TLS with a stranger's" 1 "does not know who signed" \
     "tls:127.0.0.1:$port" "${trust[@]}" --tier-cert "$T/stranger.pem" --tier-key "$T/stranger.key" "${key[@]}"
@@ -416,16 +439,21 @@ stop $peer
 port=$box_port
 stage "stage over TLS once more" 0 ": 0 experts sent .*, 256 skipped" "tls:localhost:$port" "${trust[@]}" --tier-cert "$T/both.pem" "${key[@]}"
 expect_held "all are staged" 256
-check "what was staged over TLS" 300 "up, holds 256" --tier "tls:127.0.0.1:$port" "${trust[@]}" "${me[@]}" "${key[@]}"
+check "what was staged over TLS" 300 "up, holds 256" --tier "tls:127.0.0.1:$port" "${trust[@]}" "${me[@]}" "${asker[@]}"
 stop $box
-box tls:127.0.0.1:@ "${tls[@]}"
+box tls:127.0.0.1:@ "${tls[@]}" --listen "unix:$T/own.sock"
+stage "stage over TLS without a right" 1 "refused: may not stage" "tls:127.0.0.1:$port" "${trust[@]}"
+stop $box
+box tls:127.0.0.1:@ "${tls[@]}" --tls-ca "$T/ca.pem" --stage-name client --listen "unix:$T/own.sock"
+stage "stage over TLS with another name" 1 "refused: may not stage: .*--stage-name" "tls:127.0.0.1:$port" "${trust[@]}" --tier-cert "$T/box.pem" --tier-key "$T/box.key"
+stage "stage without TLS where a name is wanted" 1 "refused: may not stage: .*--stage-name" "unix:$T/own.sock"
 for n in 1 2 3; do
-    "$K3" stage -q --model "$MODEL" --to "tls:127.0.0.1:$port" "${trust[@]}" >/dev/null 2>&1 &
+    "$K3" stage -q --model "$MODEL" --to "tls:127.0.0.1:$port" "${trust[@]}" "${me[@]}" >/dev/null 2>&1 &
     pid=$!
     sleep 0.0$((3 + n))
     { kill -9 $pid; wait $pid; } 2>/dev/null
 done
-stage "stage over TLS after kills" 0 "experts sent .*, 0 left out" "tls:127.0.0.1:$port" "${trust[@]}"
+stage "stage over TLS after kills" 0 "experts sent .*, 0 left out" "tls:127.0.0.1:$port" "${trust[@]}" "${me[@]}"
 expect_held "after kills" 256
 kill -0 $box 2>/dev/null && pass || fail "staging over TLS" "the box is gone"
 stop $box

@@ -270,11 +270,20 @@ static void step_read(void) {
     pthread_mutex_unlock(&sv.st.lock);
 }
 
+/* Expert i is offered, with its own sum. */
+static enum tier_verdict room_for(size_t i, int32_t *i_slot) {
+    enum tier_verdict v;
+    uint64_t sum = XXH3_64bits(bytes + i * sv.expert_bytes, sv.expert_bytes);
+    CHECK(stage_room(&sv, i, sum, i_slot, &v));
+    return v;
+}
+
 static void step_offer(void) {
     if (n_coming == N_COMING) return;
     coming *c = &on_its_way[n_coming];
     c->i = below(N_LAYERS * sv.m.n_experts);
-    if (stage_room(&sv, c->i, &c->i_slot) != TIER_WANTS) return;
+    if (room_for(c->i, &c->i_slot) != TIER_WANTS) return;
+    CHECK(sv.st.heat[c->i] < 0); /* what can be read here is never taken from elsewhere */
     c->is_staged = true;
     n_coming++;
 }
@@ -354,11 +363,18 @@ static void test_steps(const char *dir, uint32_t n_slots, uint32_t n_vram, uint6
 static void put(size_t i) {
     expert_view x;
     int32_t i_slot;
-    CHECK_EQ_INT(stage_room(&sv, i, &i_slot), TIER_WANTS);
+    bool is_own = sv.st.heat[i] >= 0;
+    if (is_own) i_slot = warm_slot(&sv, sv.st.heat[i] = STAGE_HEAT);
+    if (!is_own) CHECK_EQ_INT(room_for(i, &i_slot), TIER_WANTS);
     uint8_t *room = sv.st.bytes + (uint64_t)i_slot * sv.st.slot_bytes;
     memcpy(room, bytes + i * sv.expert_bytes, sv.expert_bytes);
     x = view_at(room);
-    stage_done(&sv, i, i_slot, &x, 0);
+    if (is_own) {
+        sv.st.slots[i_slot].is_kept = false;
+        warm_done(&sv, i, i_slot, 0, &x);
+    } else {
+        stage_done(&sv, i, i_slot, &x, 0);
+    }
 }
 
 static bool is_true(bool (*is)(void)) {
@@ -503,7 +519,7 @@ static void test_staging(const char *dir) {
     step_upload();
     put(10);
     CHECK(!stage_must_wait(&sv, &c)); /* no room of either kind */
-    CHECK_EQ_INT(stage_room(&sv, 15, &i_slot), TIER_FULL);
+    CHECK_EQ_INT(room_for(15, &i_slot), TIER_FULL);
     CHECK_EQ_INT(sv.st.n_held, 3);
     end_server();
 }
