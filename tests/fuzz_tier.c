@@ -3,7 +3,7 @@
  * The first byte says who is attacked: even a server, odd a client; its bit 1, whether frames are
  * sealed here (so that mutations reach what lies behind the checksum) or sent as they are; bits 2
  * and 3, that the server knows the sender for a client, for one who stages; bit 4, that it is a
- * server without a model. Sealed input is a row of frames: u8 type, u16 length, u8 id, payload. The model is demo's: run from the
+ * server without a model; bit 5, that it has keys to ask and to stage, which the sender does not know. Sealed input is a row of frames: u8 type, u16 length, u8 id, payload. The model is demo's: run from the
  * top of the source tree. Whatever comes, the server must go on serving and the client must leave
  * its sums within their range. Includes both ends; link k3.c.
  */
@@ -44,6 +44,12 @@ static void setup(void) {
         must(rc == 0, "an expert of demo");
         warm_done(&sv, i, i_slot, rc, &x);
     }
+    for (uint32_t ie = sv.m.n_experts / 2; ie < sv.m.n_experts; ie++) /* to be staged */
+        sv.st.heat[index_of(&sv, sv.m.n_layers - 1, ie)] = -1.0f;
+    for (int use = 0; use < N_KEY_USES; use++) {
+        sv.key[use][0].n = TIER_MIN_KEY;
+        memset(sv.key[use][0].bytes, 'k' + use, TIER_MIN_KEY);
+    }
 }
 
 /* The bytes of a stream; how many. */
@@ -80,9 +86,13 @@ static void check_store(const server *s) {
         must(!s->st.is_coming[i], "an expert still on its way");
     must(s->st.n_free + s->st.n_held == s->st.n_slots, "a slot lost");
     for (uint32_t i = 0; i < s->st.n_slots; i++) must(s->st.slots[i].pins == 0, "a pin was left");
+    for (size_t i = 0; i < (size_t)s->n_moe * s->m.n_experts; i++)
+        must(s->st.heat[i] < 0 || s->st.slot_of[i] == NONE ||
+                 !s->st.slots[s->st.slot_of[i]].is_kept,
+             "an expert was taken that can be read here");
 }
 
-static void attack_server(server *s, size_t n, int role) {
+static void attack_server(server *s, size_t n, int role, bool has_keys) {
     int fds[2];
     conn *c = &s->conns[0];
     must(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0, "socketpair");
@@ -90,6 +100,7 @@ static void attack_server(server *s, size_t n, int role) {
     c->fd = fds[0];
     c->state = C_HELLO;
     c->since_ns = clock_ns();
+    s->o.n_keys[KEY_ASKS] = s->o.n_keys[KEY_STAGES] = has_keys;
     if (role >= 0) {
         uint8_t nonce[TIER_NONCE_BYTES] = {0}, hello[TIER_HELLO_BYTES];
         tier_hello_pack(hello, &s->m, (uint8_t)role, nonce);
@@ -101,6 +112,8 @@ static void attack_server(server *s, size_t n, int role) {
         at += put;
         if (put > 0) idle = 0;
         if (!c->has_frame && c->n_out == 0 && c->state != C_CLOSING && !conn_fill(s, c)) break;
+        must(!has_keys || (c->state != C_UP && c->state != C_STATUS && c->state != C_STAGE),
+             "let in without a key");
         for (int k = 0; k < 64 && c->state != C_FREE && c->has_frame && c->n_out == 0; k++)
             if (!conn_act(s, c) || !conn_look(s, c)) break;
         if (c->state != C_FREE && c->n_out > 0) conn_flush(s, c);
@@ -120,7 +133,7 @@ static void attack_empty(size_t n) {
     pthread_cond_init(&empty.st.work, NULL);
     empty.math.k = sv.math.k;
     empty.n_threads = 1;
-    attack_server(&empty, n, -1);
+    attack_server(&empty, n, -1, false);
     must(empty.has_model || empty.st.n_slots == 0, "memory without a model");
     memory_close(&empty);
 }
@@ -187,6 +200,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     else if (data[0] & 16)
         attack_empty(n);
     else
-        attack_server(&sv, n, data[0] & 4 ? TIER_ASKS : data[0] & 8 ? TIER_STAGES : -1);
+        attack_server(&sv, n,
+                      data[0] & 32  ? -1
+                      : data[0] & 4 ? TIER_ASKS
+                      : data[0] & 8 ? TIER_STAGES
+                                    : -1,
+                      data[0] & 32);
     return 0;
 }
