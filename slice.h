@@ -108,6 +108,8 @@ static inline size_t slice_head_parse(const char *text, size_t n, slice *s) {
                s->numerics, &print, &s->n_layers, &s->n_dense, &s->n_experts, &s->latent, &s->inter,
                &s->top_k, &s->beta_bits, &s->linear_beta_bits, &config, &s->n) != 12)
         return 0;
+    for (const char *c = s->numerics; *c; c++) /* it is printed */
+        if (*c < 0x21 || *c > 0x7e) return 0;
     s->fingerprint = print;
     s->config_sum = config;
     n = slice_head_write(s, again);
