@@ -619,6 +619,7 @@ typedef struct {
     tier_key key;
     uint8_t *out, *in;
     size_t in_cap;
+    uint64_t until_ns; /* the frame that is being read must be whole by then */
     uint64_t id;
     uint8_t *held; /* [n_layers - n_dense][map bytes] */
     uint32_t capacity;
@@ -665,19 +666,23 @@ static int wire_dial(wire *w) {
                 w->link.was_there ? "" : "; is its k3-tier running?");
 }
 
-/* Wait until bytes can go or come; false when that takes too long, or Ctrl-C was pressed. */
-static bool wire_wait(wire *w, short events) {
+/* Wait until bytes can go; false when that takes too long, or Ctrl-C was pressed. */
+static bool wire_wait_out(wire *w) {
     uint64_t until = clock_ns() + w->wait_ms * 1000000ull;
-    return tier_link_wait(&w->link, events, until, wire_stops, NULL) ||
-           wire_fail(w, events == POLLIN ? "no answer in time" : "does not read");
+    return tier_link_wait(&w->link, POLLOUT, until, wire_stops, NULL) ||
+           wire_fail(w, "does not read");
 }
 
-/* n bytes, whole; false on a timeout, an error or the end. */
+/* n bytes, whole; false on a timeout, an error or the end. A byte now and then is no way around the
+ * timeout. */
 static bool wire_get(wire *w, uint8_t *to, size_t n) {
     while (n > 0) {
         ssize_t got = w->link.by->recv(&w->link, to, n);
         if (got < 0) return wire_fail(w, w->link.why);
-        if (got == 0 && !wire_wait(w, POLLIN)) return false;
+        if ((got == 0 &&
+             !tier_link_wait(&w->link, POLLIN, w->until_ns, wire_stops, NULL)) ||
+            clock_ns() >= w->until_ns)
+            return wire_fail(w, "no answer in time");
         to += got;
         n -= (size_t)got;
     }
@@ -700,6 +705,7 @@ static int refusal_code(const char *said) {
 static bool wire_read(wire *w, enum tier_type a, enum tier_type b, tier_head *h) {
     uint8_t *p = w->in + TIER_HEAD_BYTES;
     char said[TIER_MAX_TEXT + 1];
+    w->until_ns = clock_ns() + w->wait_ms * 1000000ull;
     if (!wire_get(w, w->in, TIER_HEAD_BYTES)) return false;
     const char *why = tier_head_parse(w->in, h);
     if (why) return wire_fail(w, why);
@@ -728,7 +734,7 @@ static bool wire_send(wire *w, enum tier_type type, size_t n) {
             wire_read(w, TIER_WELCOME, TIER_VERDICT, &h); /* its reason, if it gave one */
             return wire_fail(w, broke);
         }
-        if (put == 0 && !wire_wait(w, POLLOUT)) return false;
+        if (put == 0 && !wire_wait_out(w)) return false;
         at += (size_t)put;
     }
     return true;

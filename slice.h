@@ -114,6 +114,8 @@ static inline size_t slice_head_parse(const char *text, size_t n, slice *s) {
                &sampled, &n_used) != 3 ||
         s->version < 1 || s->version > 2)
         return 0;
+    for (const char *c = s->numerics; *c; c++) /* it is printed */
+        if (*c < 0x21 || *c > 0x7e) return 0;
     const char *rest = head + n_used;
     n_used = 0;
     if (s->version > 1 && (sscanf(rest, " %16llx%n", &by_sums, &n_used) != 1 || n_used == 0)) return 0;

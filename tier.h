@@ -43,6 +43,7 @@
 #define TIER_HASTE_MS 500  /* ... by then, if there is no place for another      */
 #define TIER_MAX_KEY 1024u /* bytes of a key file                                */
 #define TIER_MIN_KEY 32u
+#define TIER_PSK ",psk=" /* behind an address: the file of its key */
 
 /* What both ends must have alike; the hello carries it. */
 typedef struct {
@@ -62,6 +63,8 @@ typedef struct {
  *     has nothing to do and holds all of it: the first answer counts, the other is dropped;
  *   - answers are believed only when frame, hash, id, layer, counts and the range of every sum are
  *     right; one wrong answer closes the connection;
+ *   - time that a box takes and serves nothing for, an empty answer waited for or a flood of frames,
+ *     is counted against it: one that takes more than 1/40 of the time is closed and left alone;
  *   - after a miss the box is asked for one expert at a time until it answers again; after a few
  *     it is left alone, for 40 times what the last one cost and for a while that doubles each
  *     time, and tried again from the background.
@@ -77,8 +80,10 @@ typedef struct {
 } tier_trust;
 
 typedef struct {
-    const char *const *boxes; /* NULL-ended: HOST:PORT, [V6]:PORT, tls:HOST:PORT, unix:PATH */
-    const char *key_file;     /* shared key; NULL: none                                */
+    const char *const *boxes; /* NULL-ended: HOST:PORT, [V6]:PORT, tls:HOST:PORT, unix:PATH; each
+                               * may end in ,psk=FILE, a key that this box must ask for */
+    const char *key_file;     /* key of all other boxes; NULL: none. Plain addresses of other machines
+                               * must ask for it, tls:, unix: and loopback ones may       */
     uint32_t spin_us;         /* a wait spins so long before it sleeps                 */
     uint32_t max_rows;        /* most rows of a request, at most TIER_MAX_ROWS         */
     bool is_hedging;          /* a box that is late: ask a second one as well          */
@@ -325,6 +330,7 @@ enum tier_stat {
 
 #ifdef TIER_WIRE
 
+#include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <netdb.h>
@@ -335,6 +341,7 @@ enum tier_stat {
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -442,6 +449,8 @@ static inline const char *tier_hello_parse(const uint8_t *p, size_t n, tier_hell
     h->model = (tier_model){h->numerics, tier_get64(p + 32), tier_get64(p + 40), v[0], v[1], v[2],
                             v[3],        v[4],               v[5]};
     h->role = p[TIER_HELLO_ROLE];
+    for (const char *c = h->numerics; *c; c++)
+        if (*c < 0x21 || *c > 0x7e) return "a numerics id that is no text";
     for (int i = 73; i < 80; i++)
         if (p[i]) return "reserved bytes are not 0";
     return h->role >= TIER_N_ROLES ? "a hello of no known role" : NULL;
@@ -698,6 +707,15 @@ static inline bool tier_addr_parse(const char *text, tier_addr *a) {
     if (n == 0) strcpy(a->host, "127.0.0.1");
     strcpy(a->port, port ? port : TIER_PORT);
     return true;
+}
+
+/* Is it this very machine, whatever a resolver says? A number, or the one name. */
+static inline bool tier_addr_is_loopback(const tier_addr *a) {
+    uint8_t v4[4];
+    struct in6_addr v6;
+    return a->is_unix || strcasecmp(a->host, "localhost") == 0 ||
+           (inet_pton(AF_INET, a->host, v4) == 1 && v4[0] == 127) ||
+           (inet_pton(AF_INET6, a->host, &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6));
 }
 
 /* What to write instead of a text that is no address. */

@@ -8,6 +8,8 @@
  *   - a box's connection, buffers and bitmap belong to its background thread until the box is up, then
  *     to the thread that computes, until it fails; they change hands under the box's lock;
  *   - nothing of an answer is used before all of it was checked;
+ *   - a box may cost the computing thread 1/REST of the time, and WASTE_MS at once: who takes more and
+ *     gives nothing for it is left alone, however it does that (box_wastes);
  *   - of the calls within a layer none blocks but tier_join with `waits`, to the deadline, and tier_send of a frame that is
  *     longer than the socket's buffer, to an eighth of it.
  */
@@ -22,6 +24,10 @@
 
 enum {
     FRAMES_AT_ONCE = 256, /* of one box, then something else is looked at */
+    FILLS_AT_ONCE = 64,   /* pieces of what comes, the same: TLS gives a record, of one byte perhaps */
+    FILLS_OF_HELLO = 4096, /* until a box is up; the longest resident frame in segments, ten times */
+    EMPTY_NEWS = 64,      /* resident frames without news, since an answer that served */
+    WASTE_MS = 25,        /* what a box may cost at once, beside one wait */
     MISSES = 3,          /* in a row, and a box is left alone; an answer makes up for half a miss */
     REST = 40,           /* times as long as the last miss took, at least: what it costs is 1/40 */
     DIAL_MS = 3000,      /* name, connection, proxy and TLS        */
@@ -43,6 +49,8 @@ typedef struct box {
     tier *t;
     char name[280];
     tier_addr addr;
+    tier_key key;     /* what we prove to it; n 0: nothing            */
+    bool must_ask;    /* a box here that asks for no key is not it    */
 
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -62,6 +70,10 @@ typedef struct box {
     bool has_served; /* since the connection began           */
     bool is_sampled; /* its model was compared by samples only */
     bool is_doubted; /* its last answer did not come in time: one expert at a time   */
+    uint64_t waste_ns, waste_at_ns; /* time it took for nothing, less what was forgiven; as of then */
+    uint64_t spent_ns;              /* on what came since the question, before it was waited for    */
+    uint32_t n_empty;               /* resident frames without news                                 */
+    uint32_t n_fills;               /* of the hello                                                 */
 
     uint8_t *out, *in; /* a frame to send; what has come       */
     size_t n_out, i_out, n_in, i_in, in_cap; /* in: [i_in, n_in) is to be looked at */
@@ -92,6 +104,7 @@ struct tier {
     bool is_hedging;
     const float *z; /* of the layer, from tier_send on */
     uint64_t next_id, deadline_ns, wished_ns;
+    uint64_t wait_ns; /* since when the layer's answers are waited for; 0: not yet */
     tier_stats stats;
     box boxes[TIER_MAX_BOXES];
 };
@@ -131,6 +144,27 @@ static void box_drop_for(box *b, const char *why, uint64_t rest_ns) {
 }
 
 static void box_drop(box *b, const char *why) { box_drop_for(b, why, 0); }
+
+static const char wasteful[] = "takes more time than it saves";
+
+/* A box took `ns` of the computing thread's time and gave nothing for it. That is forgiven with time,
+ * one part in REST. True: it is too much. */
+static bool box_wastes(box *b, uint64_t ns) {
+    const tier *t = b->t;
+    uint64_t now = clock_ns(), forgiven = (now - b->waste_at_ns) / REST, most = WASTE_MS * 1000000ull;
+    b->waste_ns = (b->waste_ns > forgiven ? b->waste_ns - forgiven : 0) + ns;
+    b->waste_at_ns = now;
+    if ((b->troubles == 0 || b->has_served) && t->deadline_ns > b->sent_ns)
+        most += t->deadline_ns - b->sent_ns; /* one answer may come late and empty */
+    return b->waste_ns > most;
+}
+
+/* ... so it is left alone for REST times as long. */
+static void box_drop_wasteful(box *b) {
+    uint64_t waste = b->waste_ns;
+    b->waste_ns = 0;
+    box_drop_for(b, wasteful, waste < UINT64_MAX / REST ? REST * waste : UINT64_MAX);
+}
 
 /* ==== 2. Frames in and out =========================================================== */
 
@@ -196,12 +230,24 @@ static uint32_t bits(const uint8_t *p, size_t n) {
     return sum;
 }
 
-/* What the box holds of some layers. */
+/* What the box holds of some layers. Only layers that are named are counted again, and a frame that
+ * changes nothing has no news. */
 static const char *box_take_resident(box *b, const uint8_t *p, size_t n) {
     const tier_model *m = &b->t->m;
-    const char *why = tier_resident_parse(m, p, n, b->held);
-    b->n_held = bits(b->held, (m->n_layers - m->n_dense) * tier_map_bytes(m->n_experts));
-    return why;
+    size_t map = tier_map_bytes(m->n_experts), one = 4 + map;
+    const char *why = n % one ? tier_resident_parse(m, p, n, b->held) : NULL;
+    bool has_news = false;
+    for (; !why && n > 0; n -= one, p += one) {
+        uint32_t il = tier_get16(p);
+        bool is_layer = il >= m->n_dense && il < m->n_layers;
+        uint8_t *held = b->held + (is_layer ? il - m->n_dense : 0) * map;
+        uint32_t before = bits(held, map);
+        has_news = has_news || (is_layer && memcmp(held, p + 4, map) != 0);
+        why = tier_resident_parse(m, p, one, b->held);
+        if (!why) b->n_held += bits(held, map) - before;
+    }
+    b->n_empty = has_news ? 0 : b->n_empty + 1;
+    return !why && b->n_empty > EMPTY_NEWS ? "news without end, and nothing new" : why;
 }
 
 /* ==== 3. One layer =================================================================== */
@@ -252,15 +298,26 @@ static const char *reply_range(const box *b, const tier_reply *r) {
     return NULL;
 }
 
-/* A box did well: what is known of it. */
-static void box_answered(box *b, uint32_t n_served) {
-    double ns = (double)(clock_ns() - b->sent_ns) / (b->n_pairs ? b->n_pairs : 1);
-    b->misses -= b->misses > 0;
-    b->is_doubted = false;
-    if (n_served == 0) return;
-    b->usual_ns = b->usual_ns > 0 ? 0.8 * b->usual_ns + 0.2 * ns : ns;
-    b->troubles = 0;
-    b->has_served = true;
+/* An answer came, and serves n_served of the experts that were asked for: what that says of its box.
+ * One that serves nothing clears no doubt, and time waited counts as wasted for the part that is not
+ * served. True: it wastes too much. */
+static bool box_answered(box *b, uint32_t n_served) {
+    uint64_t now = clock_ns(), since = b->t->wait_ns;
+    double ns = (double)(now - b->sent_ns) / (b->n_pairs ? b->n_pairs : 1);
+    uint64_t waited = since == 0 ? 0 : now - (since > b->sent_ns ? since : b->sent_ns);
+    uint32_t n_missing = b->n_list - n_served;
+    if (n_served > 0 || n_missing == 0) {
+        b->misses -= b->misses > 0;
+        b->is_doubted = false;
+    }
+    if (n_served > 0) {
+        b->usual_ns = b->usual_ns > 0 ? 0.8 * b->usual_ns + 0.2 * ns : ns;
+        b->troubles = 0;
+        b->has_served = true;
+        b->n_empty = 0;
+    }
+    if (n_missing == 0) return false;
+    return box_wastes(b, (waited + b->spent_ns) / b->n_list * n_missing);
 }
 
 /* NULL and the sums added to Q, or why the answer is not believed. */
@@ -288,11 +345,11 @@ static const char *box_take_reply(box *b, const uint8_t *p, size_t n, int64_t *Q
     }
     b->t->stats.queue_ns = r.queue_ns;
     b->t->stats.compute_ns = r.compute_ns;
-    box_answered(b, n_served);
+    bool is_wasteful = box_answered(b, n_served);
     box *slow = b->is_second ? b->twin : NULL;
     box_settle(b, n_served ? r.served : NULL, fn, user);
     if (slow && n_served) box_miss(slow);
-    return NULL;
+    return is_wasteful ? wasteful : NULL;
 }
 
 /* Use the frame at the front, looked at since `start`; NULL, or why the connection is over. */
@@ -318,29 +375,50 @@ static const char *box_digest(box *b, const tier_head *h, uint64_t start, int64_
     }
 }
 
+/* Time since `start` went into what a box sent. While its answer is waited for that is part of the wait
+ * (box_answered). */
+static void box_took(box *b, uint64_t start) {
+    uint64_t took = clock_ns() - start;
+    if (b->is_out)
+        b->spent_ns += b->t->wait_ns == 0 ? took : 0;
+    else if (box_wastes(b, took))
+        box_drop_wasteful(b);
+}
+
 /* Move bytes both ways and use the frames that are whole; a box that fails is settled and dropped.
- * One that sends without end does not hold us: after so many frames or bytes it is behind, and what
- * else it sent is looked at the next time. */
+ * One that sends without end does not hold us: after so many frames, bytes or pieces it is behind, and
+ * what else it sent is looked at the next time. */
 static void box_pump(box *b, int64_t *Q, tier_settled_fn fn, void *user) {
     const char *why = box_flush(b) ? NULL : "the connection broke";
     tier_head h;
-    size_t n_frames = 0, n_bytes = 0;
+    size_t n_frames = 0, n_bytes = 0, n_fills = 0;
+    bool was_out = b->is_out;
+    uint64_t begin = clock_ns();
     while (!why) {
         uint64_t start = clock_ns();
         int rc = box_frame(b, 0, &h, &why);
-        b->is_behind = rc > 0 && (n_frames >= FRAMES_AT_ONCE || n_bytes > b->in_cap);
-        if (b->is_behind) return;
+        b->is_behind = (rc > 0 && (n_frames >= FRAMES_AT_ONCE || n_bytes > b->in_cap)) ||
+                       (rc == 0 && n_fills >= FILLS_AT_ONCE);
+        if (b->is_behind) break;
         n_frames++;
         n_bytes += rc > 0 ? h.n : 0;
         if (rc > 0 && !(why = box_digest(b, &h, start, Q, fn, user))) box_pop(b, &h);
-        if (rc < 0 || (rc > 0 && why && strcmp(why, "said goodbye") != 0)) b->t->stats.refused++;
+        if (rc < 0 || (rc > 0 && why && why != wasteful && strcmp(why, "said goodbye") != 0))
+            b->t->stats.refused++;
         if (rc != 0) continue;
         size_t before = b->n_in - b->i_in;
         why = box_fill(b);
-        if (!why && b->n_in == before) return;
+        n_fills++;
+        if (!why && b->n_in == before) break;
     }
+    if (!why && (n_frames > 0 || n_fills > 1 || b->link.holds) && was_out == b->is_out)
+        box_took(b, begin);
+    if (!why) return;
     if (b->is_out) box_settle(b, NULL, fn, user);
-    box_drop(b, why);
+    if (why == wasteful)
+        box_drop_wasteful(b);
+    else
+        box_drop(b, why);
 }
 
 static void box_send_wishes(box *b) {
@@ -468,6 +546,7 @@ static void box_ask(box *b, uint64_t now) {
     b->is_second = false;
     b->id = t->next_id++;
     b->sent_ns = now;
+    b->spent_ns = 0;
     b->hedge_ns = now + (usual > 0 && usual < (double)wait / 2 ? (uint64_t)usual : wait / 2);
     if (!b->is_mine) return;
     size_t n =
@@ -488,6 +567,7 @@ static void box_ask(box *b, uint64_t now) {
 void tier_send(tier *t, const float *z, uint64_t deadline_ns) {
     t->z = z;
     t->deadline_ns = deadline_ns;
+    t->wait_ns = 0;
     t->stats.pack_ns = t->stats.send_ns = 0;
     for (uint32_t i = 0; i < t->n_boxes; i++)
         if (t->boxes[i].n_list > 0) box_ask(&t->boxes[i], clock_ns());
@@ -495,6 +575,7 @@ void tier_send(tier *t, const float *z, uint64_t deadline_ns) {
 
 void tier_ping(tier *t, uint64_t deadline_ns) {
     t->deadline_ns = deadline_ns;
+    t->wait_ns = 0;
     t->stats.pack_ns = t->stats.send_ns = 0;
     for (uint32_t i = 0; i < t->n_boxes; i++) {
         box *b = &t->boxes[i];
@@ -560,6 +641,7 @@ static inline void spin_once(void) {
 
 uint32_t tier_join(tier *t, bool waits, int64_t *Q, size_t apart, tier_settled_fn fn, void *user) {
     struct pollfd fds[TIER_MAX_BOXES];
+    if (waits && t->wait_ns == 0) t->wait_ns = clock_ns();
     for (uint64_t spin_end = 0;;) {
         uint32_t n_out = 0, n_fds = 0;
         uint64_t now = clock_ns(), next = t->deadline_ns;
@@ -628,19 +710,24 @@ static bool box_is_stopping(void *arg) {
     return is_stopping;
 }
 
+/* Take in some of the hello: what comes may be without end, or a byte at a time. */
+static const char *hello_fill(box *b) {
+    return ++b->n_fills > FILLS_OF_HELLO ? "it talks without end" : box_fill(b);
+}
+
 /* Send the frame in `out` and wait for the next; NULL, or why not. */
 static const char *hello_turn(box *b, uint64_t until_ns, size_t most, tier_head *h) {
     const char *why = NULL;
     int rc;
     while (b->n_out > 0) {
-        if (!box_flush(b)) return (why = box_fill(b)) ? why : b->link.why; /* its last words */
+        if (!box_flush(b)) return (why = hello_fill(b)) ? why : b->link.why; /* its last words */
         if (b->n_out > 0 && !tier_link_wait(&b->link, POLLOUT, until_ns, box_is_stopping, b))
             return "no answer";
     }
     while ((rc = box_frame(b, most, h, &why)) == 0) {
         if (!tier_link_wait(&b->link, POLLIN, until_ns, box_is_stopping, b))
             return "no answer to the hello";
-        if ((why = box_fill(b)) != NULL) return why;
+        if ((why = hello_fill(b)) != NULL) return why;
     }
     return rc < 0 ? why : NULL;
 }
@@ -651,14 +738,14 @@ static const char *hello_prove(box *b, tier_talk *talk, uint64_t until_ns, bool 
                                tier_head *h) {
     const char *why = tier_link_binding(&b->link, talk->binding);
     if (!why)
-        why = tier_answer(&b->t->key, talk, box_payload(b), h->n, b->out + TIER_HEAD_BYTES);
+        why = tier_answer(&b->key, talk, box_payload(b), h->n, b->out + TIER_HEAD_BYTES);
     if (why) return why;
     box_pop(b, h);
     b->n_out = tier_seal(b->out, TIER_PROOF, 0, TIER_PROOF_BYTES);
     b->i_out = 0;
     if ((why = hello_turn(b, until_ns, TIER_MAX_EARLY, h)) != NULL || h->type != TIER_PROOF)
         return why;
-    if ((why = tier_believe(&b->t->key, talk, box_payload(b), h->n)) != NULL) return why;
+    if ((why = tier_believe(&b->key, talk, box_payload(b), h->n)) != NULL) return why;
     *is_proven = true;
     box_pop(b, h);
     return hello_turn(b, until_ns, TIER_MAX_EARLY, h);
@@ -699,6 +786,7 @@ static const char *hello(box *b, char *text, size_t cap) {
     tier_hello_pack(talk.hello, m, TIER_ASKS, nonce);
     memcpy(b->out + TIER_HEAD_BYTES, talk.hello, sizeof talk.hello);
     b->n_in = b->i_in = b->i_out = 0;
+    b->n_fills = b->n_empty = 0;
     b->n_out = tier_seal(b->out, TIER_HELLO, 0, sizeof talk.hello);
     if ((why = hello_turn(b, until, TIER_MAX_EARLY, &h)) != NULL)
         return strcmp(why, "closed the connection") == 0
@@ -707,11 +795,12 @@ static const char *hello(box *b, char *text, size_t cap) {
                    : why;
     if (h.type == TIER_CHALLENGE && (why = hello_prove(b, &talk, until, &is_proven, &h)) != NULL)
         return why;
-    if (b->t->key.n > 0 && !is_proven && h.type == TIER_WELCOME)
+    if (b->must_ask && !is_proven && h.type == TIER_WELCOME)
         return "the box does not ask for the key: not the one meant";
     if ((why = hello_welcome(b, &h, text, cap)) != NULL) return why;
     box_pop(b, &h);
     memset(b->held, 0, (m->n_layers - m->n_dense) * tier_map_bytes(m->n_experts));
+    b->n_held = 0;
     if ((why = hello_turn(b, until, 0, &h)) != NULL) return why;
     if (h.type != TIER_RESIDENT) return "no word of what it holds";
     why = box_take_resident(b, box_payload(b), h.n);
@@ -845,6 +934,24 @@ static int tier_open_trust(tier *t, const tier_options *o, char *why, size_t n_w
     return tier_trust_check(&t->trust, why + n, n_why - (size_t)n);
 }
 
+/* The address of a box, and the key that belongs to it: ADDR or ADDR,psk=FILE. Who states a key for a
+ * box means one that asks for it. The key of all boxes is for those that ask; only a plain address of
+ * another machine, where anybody on the way could answer instead, must ask. False, and why. */
+static bool box_address(box *b, const char *text, char *why, size_t n_why) {
+    const char *psk = strstr(text, TIER_PSK);
+    size_t n = psk ? (size_t)(psk - text) : strlen(text);
+    if (n < sizeof b->name) snprintf(b->name, sizeof b->name, "%.*s", (int)n, text);
+    if (n >= sizeof b->name || !tier_addr_parse(b->name, &b->addr)) {
+        snprintf(why, n_why, "tier: '%s' is no address; %s", text, tier_addr_advice(text));
+        return false;
+    }
+    const char *fault = psk ? tier_key_read(psk + strlen(TIER_PSK), &b->key) : NULL;
+    if (fault) snprintf(why, n_why, "tier: key file %s: %s", psk + strlen(TIER_PSK), fault);
+    if (!psk) b->key = b->t->key;
+    b->must_ask = psk || (b->key.n > 0 && !b->addr.is_tls && !tier_addr_is_loopback(&b->addr));
+    return !fault;
+}
+
 int tier_open(tier **out, const tier_model *m, const tier_options *o, void *block, char *why,
               size_t n_why) {
     uint64_t used = 0;
@@ -866,17 +973,14 @@ int tier_open(tier **out, const tier_model *m, const tier_options *o, void *bloc
     }
     for (uint32_t i = 0; o->boxes[i]; i++) {
         box *b = &t->boxes[i];
-        if (i == TIER_MAX_BOXES || !tier_addr_parse(o->boxes[i], &b->addr)) {
-            if (i == TIER_MAX_BOXES)
-                snprintf(why, n_why, "tier: %s is one box too many; 16 is the most", o->boxes[i]);
-            else
-                snprintf(why, n_why, "tier: '%s' is no address; %s", o->boxes[i],
-                         tier_addr_advice(o->boxes[i]));
+        if (i == TIER_MAX_BOXES)
+            snprintf(why, n_why, "tier: %s is one box too many; 16 is the most", o->boxes[i]);
+        else
+            b->t = t;
+        if (i == TIER_MAX_BOXES || !box_address(b, o->boxes[i], why, n_why)) {
             tier_close(t);
             return -1;
         }
-        b->t = t;
-        snprintf(b->name, sizeof b->name, "%s", o->boxes[i]);
         box_carve(b, block, &used, m, o->max_rows);
         if (box_start(b) != 0) {
             snprintf(why, n_why, "tier: cannot start a thread for %s", b->name);
@@ -919,6 +1023,8 @@ void tier_close(tier *t) {
         pthread_cond_destroy(&b->changed);
     }
     OPENSSL_cleanse(&t->key, sizeof t->key);
+    for (uint32_t i = 0; i < TIER_MAX_BOXES; i++)
+        OPENSSL_cleanse(&t->boxes[i].key, sizeof t->boxes[i].key);
 }
 
 bool tier_note(tier *t, char *line, size_t cap) {

@@ -72,7 +72,7 @@ void tier_link_plain(tier_link *l, int fd) {
 const char *tier_link_binding(const tier_link *l, uint8_t out[TIER_BINDING_BYTES]) {
     memset(out, 0, TIER_BINDING_BYTES);
     if (l->is_tls && !l->is_bound)
-        return "this libcurl cannot tie the key to the TLS connection: it is built without OpenSSL";
+        return "the key cannot be tied to this TLS connection: OpenSSL gives no exporter for it";
     if (l->is_tls) memcpy(out, l->binding, TIER_BINDING_BYTES);
     return NULL;
 }
@@ -89,7 +89,7 @@ static int fd_wait(int fd, short events, uint64_t until_ns, tier_stop_fn stops, 
 
 int tier_link_wait(const tier_link *l, short events, uint64_t until_ns, tier_stop_fn stops,
                    void *user) {
-    if (l->holds && (events & POLLIN)) return 1;
+    if (l->holds && (events & POLLIN)) return clock_ns() < until_ns && !(stops && stops(user));
     return fd_wait(l->fd, events, until_ns, stops, user);
 }
 
@@ -241,19 +241,20 @@ static ssize_t tls_send(tier_link *l, const void *p, size_t n) {
     return rc == CURLE_AGAIN ? 0 : tls_over(l);
 }
 
-/* While nothing is held back, a look at the socket is all that an idle call costs. */
+/* While nothing is held back, a look at the socket is all that an idle call costs. One call decrypts
+ * one record (on_ssl_ctx); of a record without data it says AGAIN, and more may lie behind. */
 static ssize_t tls_recv(tier_link *l, void *p, size_t n) {
     size_t got = 0;
     uint8_t first;
     sigset_t old;
-    if (!l->holds && recv(l->fd, &first, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&
-        (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
-        return 0;
+    bool is_there = recv(l->fd, &first, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 ||
+                    (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
+    if (!l->holds && !is_there) return 0;
     pipe_block(&old);
     CURLcode rc = curl_easy_recv(l->curl, p, n, &got);
     pipe_unblock(&old, rc != CURLE_OK);
-    l->holds = rc == CURLE_OK && got > 0;
-    if (l->holds) return (ssize_t)got;
+    l->holds = rc == CURLE_OK ? got > 0 : rc == CURLE_AGAIN && is_there;
+    if (got > 0) return (ssize_t)got;
     if (rc == CURLE_OK) return link_fail(l, "closed the connection");
     return rc == CURLE_AGAIN ? 0 : tls_over(l);
 }
@@ -294,20 +295,6 @@ static void on_handshake(const SSL *ssl, int where, int value) {
                                              TIER_BINDING, strlen(TIER_BINDING), NULL, 0, 0) == 1;
 }
 
-/* libcurl made an SSL_CTX for this link. */
-static CURLcode on_ssl_ctx(CURL *h, void *ctx, void *user) {
-    (void)h;
-    if (SSL_CTX_set_ex_data(ctx, i_link, user) == 1) SSL_CTX_set_info_callback(ctx, on_handshake);
-    return CURLE_OK;
-}
-
-/* Have the connection's binding kept. Where that fails nothing is lost but keys over TLS. */
-static void curl_set_hook(tier_link *l) {
-    if (i_link < 0 || curl_easy_setopt(l->curl, CURLOPT_SSL_CTX_FUNCTION, on_ssl_ctx) != CURLE_OK)
-        return;
-    curl_easy_setopt(l->curl, CURLOPT_SSL_CTX_DATA, l);
-}
-
 static int on_socket(void *user, curl_socket_t fd, curlsocktype purpose) {
     (void)user, (void)purpose;
     tier_socket_tune(fd);
@@ -318,11 +305,6 @@ static int on_socket(void *user, curl_socket_t fd, curlsocktype purpose) {
 static size_t on_bytes(char *p, size_t size, size_t n, void *user) {
     (void)p, (void)user;
     return size * n;
-}
-
-static bool is_loopback_name(const char *host) {
-    return strcasecmp(host, "localhost") == 0 || strncmp(host, "127.", 4) == 0 ||
-           strcmp(host, "::1") == 0;
 }
 
 /* May a proxy be spoken to over TLS? Then a plain connection through it is libcurl's to encrypt. */
@@ -350,11 +332,30 @@ static bool curl_set_place(CURL *h, const tier_addr *a) {
     return curl_easy_setopt(h, CURLOPT_URL, url) == CURLE_OK &&
            curl_easy_setopt(h, CURLOPT_HTTPPROXYTUNNEL, 1L) == CURLE_OK &&
            curl_easy_setopt(h, CURLOPT_SUPPRESS_CONNECT_HEADERS, 1L) == CURLE_OK &&
-           (!is_loopback_name(a->host) || curl_easy_setopt(h, CURLOPT_PROXY, "") == CURLE_OK);
+           (!tier_addr_is_loopback(a) || curl_easy_setopt(h, CURLOPT_PROXY, "") == CURLE_OK);
+}
+
+/* By default OpenSSL goes on reading after a record that has no data for us, such as a key update: who
+ * sends one after another keeps SSL_read, and with it the thread, for ever. Without that mode each
+ * call takes one record. */
+static CURLcode on_ssl_ctx(CURL *h, void *ctx, void *user) {
+    (void)h;
+    SSL_CTX_clear_mode(ctx, SSL_MODE_AUTO_RETRY);
+    if (SSL_CTX_set_ex_data(ctx, i_link, user) == 1) SSL_CTX_set_info_callback(ctx, on_handshake);
+    return CURLE_OK;
+}
+
+/* Is libcurl's TLS the OpenSSL that we are linked with too? Only then on_ssl_ctx gets an SSL_CTX. */
+static bool curl_has_openssl(void) {
+    const curl_version_info_data *v = curl_version_info(CURLVERSION_NOW);
+    return v->ssl_version && strncmp(v->ssl_version, "OpenSSL/", 8) == 0;
 }
 
 /* False: what was to be asked of the other end would not be. */
 static bool curl_set_trust(CURL *h, const tier_trust *t) {
+    if (!curl_has_openssl() ||
+        curl_easy_setopt(h, CURLOPT_SSL_CTX_FUNCTION, on_ssl_ctx) != CURLE_OK)
+        return false;
     curl_easy_setopt(h, CURLOPT_SSL_ENABLE_ALPN, 0L);
     curl_easy_setopt(h, CURLOPT_SSL_SESSIONID_CACHE, 0L);
     if (curl_easy_setopt(h, CURLOPT_SSLVERSION, (long)CURL_SSLVERSION_TLSv1_3) != CURLE_OK ||
@@ -406,7 +407,7 @@ static const char *proxy_name(const tier_addr *a) {
     static const char *const name[2][4] = {
         {"http_proxy", "all_proxy", "ALL_PROXY", NULL},
         {"https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"}};
-    for (int i = 0; i < 4 && name[a->is_tls][i] && !a->is_unix && !is_loopback_name(a->host); i++) {
+    for (int i = 0; i < 4 && name[a->is_tls][i] && !tier_addr_is_loopback(a); i++) {
         const char *v = getenv(name[a->is_tls][i]);
         if (v && *v) return name[a->is_tls][i];
     }
@@ -473,9 +474,10 @@ int tier_dial(tier_link *l, const tier_addr *a, const tier_trust *trust, uint32_
     if (!curl_set_place(l->curl, a) || (a->is_tls && !curl_set_trust(l->curl, trust)) ||
         curl_easy_setopt(l->curl, CURLOPT_CONNECT_ONLY, 1L) != CURLE_OK) {
         curl_free_both(l);
-        return link_fail(l, "this libcurl cannot be told where to dial and whom to trust");
+        return link_fail(l, "this libcurl cannot be told where to dial and whom to trust; TLS needs one "
+                            "that is built with OpenSSL");
     }
-    if (a->is_tls) curl_set_hook(l);
+    curl_easy_setopt(l->curl, CURLOPT_SSL_CTX_DATA, l); /* on_ssl_ctx */
     curl_easy_setopt(l->curl, CURLOPT_CONNECTTIMEOUT_MS, (long)ms);
     curl_easy_setopt(l->curl, CURLOPT_NOSIGNAL, 1L);
     curl_easy_setopt(l->curl, CURLOPT_ERRORBUFFER, l->detail);

@@ -13,13 +13,16 @@
 #include <poll.h>
 
 #define MAX_CHAIN_BYTES (32u << 10) /* of a client's certificates */
+#define READS_AT_ONCE 64            /* of the socket, in one call of recv or send */
 
 struct tier_tls {
     SSL_CTX *ctx;
+    BIO_METHOD *meter;
 };
 
 struct tier_tls_conn {
     SSL *ssl;
+    int fd, n_reads; /* since the call began */
     short wants;
     bool is_over; /* after a fault OpenSSL is not called again */
     char why[160];
@@ -33,6 +36,54 @@ static void ssl_words(char *to, size_t cap) {
     const char *reason = e ? ERR_reason_error_string(e) : NULL;
     snprintf(to, cap, "%s", reason ? reason : "no reason given");
     ERR_clear_error();
+}
+
+/* ---- Few reads a call ----
+ *
+ * OpenSSL reads on until it has data, or a whole message of the handshake. A stranger can cut a
+ * message of 128 KiB into records of one byte, and send records that have no data without end. So
+ * OpenSSL reads the socket through this: after READS_AT_ONCE it is told that nothing more is there,
+ * and others have their turn. poll still says that there is more. */
+
+static int meter_read(BIO *bio, char *to, size_t n, size_t *n_got) {
+    tier_tls_conn *c = BIO_get_data(bio);
+    *n_got = 0;
+    BIO_clear_retry_flags(bio);
+    if (c->n_reads++ >= READS_AT_ONCE) {
+        BIO_set_retry_read(bio);
+        return 0;
+    }
+    ssize_t got = recv(c->fd, to, n, MSG_DONTWAIT);
+    if (got > 0) *n_got = (size_t)got;
+    if (got == 0) BIO_set_flags(bio, BIO_FLAGS_IN_EOF);
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
+        BIO_set_retry_read(bio);
+    return got > 0;
+}
+
+static int meter_write(BIO *bio, const char *from, size_t n, size_t *n_put) {
+    tier_tls_conn *c = BIO_get_data(bio);
+    ssize_t put = send(c->fd, from, n, MSG_DONTWAIT | MSG_NOSIGNAL);
+    *n_put = put > 0 ? (size_t)put : 0;
+    BIO_clear_retry_flags(bio);
+    if (put < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
+        BIO_set_retry_write(bio);
+    return put > 0;
+}
+
+static long meter_ctrl(BIO *bio, int what, long number, void *p) {
+    (void)number, (void)p;
+    if (what == BIO_CTRL_EOF) return BIO_test_flags(bio, BIO_FLAGS_IN_EOF) != 0;
+    return what == BIO_CTRL_FLUSH;
+}
+
+static BIO_METHOD *meter_new(void) {
+    BIO_METHOD *m = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "k3-tier socket");
+    if (m && BIO_meth_set_read_ex(m, meter_read) && BIO_meth_set_write_ex(m, meter_write) &&
+        BIO_meth_set_ctrl(m, meter_ctrl))
+        return m;
+    BIO_meth_free(m);
+    return NULL;
 }
 
 /* NULL, or the file that will not do; its option in *which. */
@@ -59,7 +110,8 @@ int tier_tls_open(tier_tls **out, const tier_trust *trust, char *why, size_t n_w
     if (tier_trust_check(trust, why, n_why) < 0) return -1;
     tier_tls *t = calloc(1, sizeof *t);
     SSL_CTX *ctx = SSL_CTX_new(TLS_server_method());
-    bool is_ok = t && ctx && SSL_CTX_set_min_proto_version(ctx, TLS1_3_VERSION) == 1;
+    BIO_METHOD *meter = meter_new();
+    bool is_ok = t && ctx && meter && SSL_CTX_set_min_proto_version(ctx, TLS1_3_VERSION) == 1;
     if (is_ok) {
         SSL_CTX_set_num_tickets(ctx, 0);
         SSL_CTX_set_session_cache_mode(ctx, SSL_SESS_CACHE_OFF);
@@ -67,6 +119,7 @@ int tier_tls_open(tier_tls **out, const tier_trust *trust, char *why, size_t n_w
         SSL_CTX_set_options(ctx, SSL_OP_NO_TICKET | SSL_OP_NO_RENEGOTIATION);
         SSL_CTX_set_mode(ctx, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER |
                                   SSL_MODE_RELEASE_BUFFERS);
+        SSL_CTX_clear_mode(ctx, SSL_MODE_AUTO_RETRY); /* one record a call, also without data */
         SSL_CTX_set_max_cert_list(ctx, MAX_CHAIN_BYTES);
         SSL_CTX_set_verify_depth(ctx, 4);
         bad = tls_load(ctx, trust, &which);
@@ -74,6 +127,7 @@ int tier_tls_open(tier_tls **out, const tier_trust *trust, char *why, size_t n_w
     }
     if (is_ok) {
         t->ctx = ctx;
+        t->meter = meter;
         *out = t;
         return 0;
     }
@@ -82,6 +136,7 @@ int tier_tls_open(tier_tls **out, const tier_trust *trust, char *why, size_t n_w
     snprintf(why, n_why, "%s-%s %s: %s; is every certificate in it whole?", trust->flag, which,
              bad ? bad : trust->cert, words);
     SSL_CTX_free(ctx);
+    BIO_meth_free(meter);
     free(t);
     return -1;
 }
@@ -89,6 +144,7 @@ int tier_tls_open(tier_tls **out, const tier_trust *trust, char *why, size_t n_w
 void tier_tls_close(tier_tls *t) {
     if (!t) return;
     SSL_CTX_free(t->ctx);
+    BIO_meth_free(t->meter);
     free(t);
 }
 
@@ -96,11 +152,16 @@ void tier_tls_close(tier_tls *t) {
 
 tier_tls_conn *tier_tls_accept(tier_tls *t, int fd) {
     tier_tls_conn *c = calloc(1, sizeof *c);
-    if (c && (c->ssl = SSL_new(t->ctx)) != NULL && SSL_set_fd(c->ssl, fd) == 1) {
+    BIO *bio = c ? BIO_new(t->meter) : NULL;
+    if (bio && (c->ssl = SSL_new(t->ctx)) != NULL) {
+        c->fd = fd;
+        BIO_set_data(bio, c);
+        BIO_set_init(bio, 1);
+        SSL_set_bio(c->ssl, bio, bio); /* the BIO goes with the SSL; the socket does not */
         SSL_set_accept_state(c->ssl);
         return c;
     }
-    if (c) SSL_free(c->ssl);
+    BIO_free(bio);
     free(c);
     ERR_clear_error();
     return NULL;
@@ -109,8 +170,7 @@ tier_tls_conn *tier_tls_accept(tier_tls *t, int fd) {
 /* Nothing unread may be left when the socket is closed, or a reset overtakes our last words. */
 static void conn_drain(const tier_tls_conn *c) {
     uint8_t away[4096];
-    int fd = SSL_get_fd(c->ssl);
-    for (int i = 0; i < 16 && recv(fd, away, sizeof away, MSG_DONTWAIT) > 0; i++) {
+    for (int i = 0; i < 16 && recv(c->fd, away, sizeof away, MSG_DONTWAIT) > 0; i++) {
     }
 }
 
@@ -137,6 +197,7 @@ static ssize_t conn_result(tier_tls_conn *c, int rc) {
 ssize_t tier_tls_recv(tier_tls_conn *c, void *p, size_t n) {
     if (c->is_over) return -1;
     ERR_clear_error();
+    c->n_reads = 0;
     int got = SSL_read(c->ssl, p, n < INT_MAX ? (int)n : INT_MAX);
     if (got <= 0) return conn_result(c, got);
     c->wants = 0;
@@ -146,6 +207,7 @@ ssize_t tier_tls_recv(tier_tls_conn *c, void *p, size_t n) {
 ssize_t tier_tls_send(tier_tls_conn *c, const void *p, size_t n) {
     if (c->is_over) return -1;
     ERR_clear_error();
+    c->n_reads = 0;
     short wants = c->wants;
     int put = SSL_write(c->ssl, p, n < INT_MAX ? (int)n : INT_MAX);
     if (put > 0) return put;
@@ -157,7 +219,7 @@ ssize_t tier_tls_send(tier_tls_conn *c, const void *p, size_t n) {
 bool tier_tls_is_plain(const tier_tls_conn *c) {
     uint8_t p[3];
     return SSL_in_before(c->ssl) &&
-           recv(SSL_get_fd(c->ssl), p, sizeof p, MSG_PEEK | MSG_DONTWAIT) == (ssize_t)sizeof p &&
+           recv(c->fd, p, sizeof p, MSG_PEEK | MSG_DONTWAIT) == (ssize_t)sizeof p &&
            memcmp(p, "K3T", sizeof p) == 0;
 }
 
@@ -195,6 +257,7 @@ short tier_tls_wants(const tier_tls_conn *c) { return c->wants; }
 
 void tier_tls_end(tier_tls_conn *c) {
     ERR_clear_error();
+    c->n_reads = 0;
     if (!c->is_over && SSL_is_init_finished(c->ssl)) SSL_shutdown(c->ssl);
     SSL_free(c->ssl);
     ERR_clear_error();

@@ -23,7 +23,8 @@ typedef struct tier_tls_conn tier_tls_conn;
 /* NULL: no memory. The socket, which does not block, stays the caller's. */
 tier_tls_conn *tier_tls_accept(tier_tls *t, int fd);
 
-/* How many bytes went or came; 0, none now; -1, the connection is over. Of an end that was no good,
+/* How many bytes went or came; 0, none now; -1, the connection is over. One call takes at most one
+ * record and reads the socket a bounded number of times, whatever comes: poll says if there is more. Of an end that was no good,
  * tier_tls_why tells in a few words; NULL: none. What send did not take must be given to it again. */
 ssize_t tier_tls_send(tier_tls_conn *c, const void *p, size_t n);
 ssize_t tier_tls_recv(tier_tls_conn *c, void *p, size_t n);
