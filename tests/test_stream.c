@@ -11,7 +11,9 @@
  */
 #include <signal.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/wait.h>
 
 static int mmaps_left = -1; /* mmaps by the engine that still succeed; -1: all */
@@ -20,8 +22,20 @@ static void *scarce_mmap(void *at, size_t n, int prot, int flags, int fd, long o
     if (mmaps_left > 0) mmaps_left--;
     return mmap(at, n, prot, flags, fd, offset);
 }
+/* Random numbers as the test gives them: bytes of `given`, or none. */
+static const void *given;
+static int n_given;
+static ssize_t given_random(void *to, size_t n, unsigned flags) {
+    (void)flags;
+    if (!given) return -1;
+    memcpy(to, given, n);
+    n_given++;
+    return (ssize_t)n;
+}
 #define mmap scarce_mmap
+#define getrandom given_random
 #include "../k3.c"
+#undef getrandom
 #undef mmap
 #include "test.h"
 
@@ -1744,6 +1758,27 @@ static void test_kill(void) {
     close_both(e, s);
 }
 
+/* Which layers are compared with what boxes say nobody can foretell: it hangs on the system's random
+ * numbers, each used once, and on nothing else. Without any, every layer is compared. */
+static void test_dice(void) {
+    static uint32_t dice[64];
+    k3_engine e = {.opt.tier_audit = 4};
+    int64_t answers;
+    uint64_t seed = 11;
+    begin("which layers are compared");
+    CHECK(!far_draw(&e)); /* no audits */
+    e.far_sums = &answers;
+    for (int i = 0; i < 3; i++) CHECK(far_draw(&e));
+    given = dice;
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < 64; i++) dice[i] = (uint32_t)(test_random(&seed) >> 13);
+        for (int i = 64; i-- > 0;) CHECK_EQ_INT(far_draw(&e), dice[i] % 4 == 0);
+        CHECK_EQ_INT(n_given, round + 1);
+    }
+    given = NULL;
+    CHECK(far_draw(&e) && far_draw(&e));
+}
+
 int main(int argc, char **argv) {
     struct io_uring ring;
     setvbuf(stdout, NULL, _IOLBF, 0);
@@ -1786,6 +1821,7 @@ int main(int argc, char **argv) {
     test_prefill();
     test_slots();
     test_ring();
+    test_dice();
     test_small_pieces();
     test_peak();
     test_kill();
