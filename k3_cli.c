@@ -415,7 +415,9 @@ static const cli_option OPTION[] = {
      "beside --ram, serves others of yours too and ends ten minutes after them;\n"
      "the k3-tier beside k3, or in PATH, unless K3_TIER names another"},
     {"--psk-file", "FILE", KIND_READ, AT(psk_file), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
-     "the key that boxes ask for, and must themselves know"},
+     "the key that boxes ask for, and must themselves know, 32 random bytes or\n"
+     "more: (umask 077; openssl rand -base64 32 >FILE); with stage the key of a\n"
+     "box's --stage-psk-file"},
     {"--tier-ca", "FILE", KIND_READ, AT(tier_ca), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
      "trust tls: boxes whose certificate this one signed, or is (default: the\n"
      "system's authorities)"},
@@ -3366,11 +3368,13 @@ static const cli_command COMMAND[] = {
      "  k3 slice --model /data/Kimi-K3 --pins pins --size 58G --out /mnt/usb/hot\n"},
     {"stage", STAGE, NULL, cmd_stage, "bring experts to a box that has no files",
      "k3 stage --to ADDR [options]",
-     "Sends experts to a running k3-tier, which may have been started with nothing but --ram: the\n"
-     "first who stages says which model it is of. Each expert is checked there before it counts.\n"
+     "Sends experts to a running k3-tier, which needs no files: the first who stages says which model\n"
+     "they are of. The box must let us: by the key of its --stage-psk-file, a certificate of the name in\n"
+     "its --stage-name, or its unix: socket and the same user. Each expert is checked there before it\n"
+     "counts; what the box can read for itself it reads, and only compares with ours.\n"
      "What the box has is not sent twice, so after a broken connection just start it again.\n"
      "Exit 3: the box has another model; 4: no room for one expert; 5: one came there damaged.\n",
-     "  k3 stage --model /data/Kimi-K3 --to 10.0.0.7:7383 --psk-file key\n"
+     "  k3 stage --model /data/Kimi-K3 --to 10.0.0.7:7383 --psk-file stage-key\n"
      "  k3 stage --model /data/Kimi-K3 --to tls:box:7383 --tier-ca ca.pem --tier-cert me.pem\n"
      "  k3 stage --model /data/Kimi-K3 --to unix:/run/k3.sock --pins pins --size 20G\n"},
 };
