@@ -325,6 +325,7 @@ enum tier_stat {
     TIER_STAT_VRAM_CAPACITY,
     TIER_STAT_VRAM_HELD,
     TIER_STAT_GPU_SERVED,
+    TIER_STAT_REFUSED, /* connections that were no good for a welcome */
     TIER_N_STATS
 };
 

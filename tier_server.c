@@ -47,23 +47,36 @@ enum { DONE = 0, FAIL_IO = 1, FAIL_USAGE = 2, FAIL_MODEL = 3, FAIL_BUDGET = 4 };
 
 static bool is_quiet;
 
+/* One line on stderr. Names of files and what others said may be in it, so nothing in it can move a
+ * terminal's cursor: control characters become '?'. */
+static void line_out(const char *before, const char *fmt, va_list ap) {
+    char text[1600];
+    vsnprintf(text, sizeof text, fmt, ap);
+    for (char *c = text; *c; c++) {
+        bool is_c1 = *c == '\xc2' && (c[1] & 0xe0) == 0x80; /* U+0080.. in UTF-8 */
+        if ((unsigned char)*c < 0x20 || *c == 0x7f || is_c1) *c = '?';
+    }
+    fprintf(stderr, "k3-tier: %s%s\n", before, text);
+}
+
+/* With the time of day: what is said while the box serves is a log. */
 __attribute__((format(printf, 1, 2))) static void say(const char *fmt, ...) {
     va_list ap;
+    char when[32];
+    struct tm tm;
+    time_t now = time(NULL);
     if (is_quiet) return;
+    when[strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ ", gmtime_r(&now, &tm))] = 0;
     va_start(ap, fmt);
-    fputs("k3-tier: ", stderr);
-    vfprintf(stderr, fmt, ap);
-    fputc('\n', stderr);
+    line_out(when, fmt, ap);
     va_end(ap);
 }
 
-/* One line on stderr; returns `code`. */
+/* Returns `code`. */
 __attribute__((format(printf, 2, 3))) static int fail(int code, const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
-    fputs("k3-tier: ", stderr);
-    vfprintf(stderr, fmt, ap);
-    fputc('\n', stderr);
+    line_out("", fmt, ap);
     va_end(ap);
     return code;
 }
@@ -151,8 +164,13 @@ typedef struct {
     enum conn_state state;
     int fd;
     tier_tls_conn *tls;         /* NULL: plain                               */
-    uint32_t number;            /* for the dump                              */
+    uint32_t number;            /* for the dump and the log                  */
+    char peer[64];              /* its address, for the log                  */
+    uint8_t from[8];            /* whose it is: IPv4, half of IPv6, unix: 0  */
+    bool is_known;              /* it was welcome                            */
     uint64_t since_ns, sent_ns; /* accepted; last progress of sending   */
+    uint64_t quiet_ns;          /* it is not read before that           */
+    uint32_t n_poor;            /* reads that gave next to nothing, since one that gave something */
     uint8_t *in, *out;
     size_t n_in, in_cap, n_out, i_out, out_cap;
     bool has_frame;      /* a whole one lies in `in`                  */
@@ -166,8 +184,20 @@ typedef struct {
 #define MAX_LISTEN 8
 #define MAX_CLIENTS 64
 #define MAX_STAGERS 4
+#define MAX_LOOKERS 3
 #define MAX_STATUS 8 /* connections beyond the clients: status, metrics, those not yet welcome */
 #define MAX_CONNS (MAX_CLIENTS + MAX_STATUS)
+
+/* When all who are welcome are there, one place is left for who comes. */
+typedef char places_are_enough[MAX_STAGERS + MAX_LOOKERS < MAX_STATUS ? 1 : -1];
+
+/* Lines about connections: so many at once, then one a second; what is left out is counted. Strangers
+ * have a share of their own, so that they cannot hide what clients do. */
+#define LOG_LINES 20
+typedef struct {
+    uint64_t since_ns;
+    uint32_t n_said, n_left_out;
+} log_gate;
 
 typedef struct {
     uint32_t ie, n, first, at; /* pairs [first, first + n); its first in the batch */
@@ -194,7 +224,7 @@ typedef struct {
     uint32_t gpu_device, linger_s; /* linger 0: for ever */
     uint64_t ram, vram;
     tier_trust tls;
-    bool is_insecure, no_fill, has_gpu;
+    bool is_insecure, is_metrics_insecure, no_fill, has_gpu;
 } options;
 
 typedef struct {
@@ -237,6 +267,9 @@ typedef struct {
     uint64_t start_ns, busy_ns; /* busy: last time that something came */
     uint64_t client_ns;         /* last time that a client was there, or one who stages */
     uint64_t full_ns;           /* last time that there was no place                    */
+    uint64_t accept_ns;         /* not before that: the system has no descriptor left   */
+    uint64_t no_fd_ns;          /* last time that this was said                         */
+    log_gate gate[2];           /* of strangers, of those who were welcome              */
     uint64_t stats[TIER_N_STATS];
 } server;
 
@@ -891,11 +924,33 @@ static void conn_leave(server *s, conn *c) {
     stage_drop(s, c);
 }
 
+/* May one more line be said? Those that were not are told as soon as one may. */
+static bool log_may(log_gate *g, const char *of_whom) {
+    uint64_t now = clock_ns(), paid = (now - g->since_ns) / 1000000000u;
+    if (paid > 0) {
+        g->n_said -= paid < g->n_said ? (uint32_t)paid : g->n_said;
+        g->since_ns = now;
+        if (g->n_left_out > 0) say("%u more lines about %s were left out", g->n_left_out, of_whom);
+        g->n_left_out = 0;
+    }
+    if (g->n_said == LOG_LINES) {
+        g->n_left_out++;
+        return false;
+    }
+    g->n_said++;
+    return true;
+}
+
+static void conn_say(server *s, const conn *c, const char *what) {
+    if (log_may(&s->gate[c->is_known], c->is_known ? "clients" : "strangers"))
+        say("client %u, %s: %s", c->number, c->peer, what);
+}
+
 static void conn_close(server *s, conn *c, const char *why) {
     conn_leave(s, c);
     if (why && *why) {
         s->stats[TIER_STAT_BAD]++;
-        say("client %u: %s", c->number, why);
+        conn_say(s, c, why);
     }
     if (c->tls) tier_tls_end(c->tls);
     close(c->fd);
@@ -1001,7 +1056,13 @@ static bool conn_refuse(server *s, conn *c, enum tier_type type, const char *why
     conn_add(s, c, type, 0, n);
     conn_leave(s, c);
     c->state = C_CLOSING;
-    s->stats[TIER_STAT_BAD] += type == TIER_REFUSE;
+    if (type == TIER_REFUSE) {
+        char said[TIER_MAX_TEXT + 16];
+        snprintf(said, sizeof said, "refused: %s", why);
+        s->stats[TIER_STAT_BAD]++;
+        s->stats[TIER_STAT_REFUSED]++;
+        conn_say(s, c, said);
+    }
     return conn_flush(s, c);
 }
 
@@ -1047,6 +1108,30 @@ static void conn_add_welcome(server *s, conn *c) {
 
 static bool stage_welcome(server *s, conn *c, const tier_model *m);
 
+/* Connections of that address that are welcome to look. */
+static uint32_t lookers_from(const server *s, const uint8_t from[8]) {
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < MAX_CONNS; i++)
+        n += s->conns[i].state == C_STATUS && memcmp(s->conns[i].from, from, 8) == 0;
+    return n;
+}
+
+/* One more wants to look: when there are as many as there may be, one goes, of the address that has
+ * most, who has said nothing for longest. */
+static void lookers_thin(server *s) {
+    conn *last = NULL;
+    uint32_t n_all = 0, most = 0;
+    for (uint32_t i = 0; i < MAX_CONNS; i++) {
+        conn *c = &s->conns[i];
+        if (c->state != C_STATUS) continue;
+        uint32_t n = lookers_from(s, c->from);
+        n_all++;
+        if (n > most || (n == most && c->since_ns < last->since_ns)) last = c;
+        if (n > most) most = n;
+    }
+    if (n_all >= MAX_LOOKERS) conn_refuse(s, last, TIER_GOODBYE, "others want to look: places are few");
+}
+
 /* Known and fit: the client learns what is here. */
 static bool conn_welcome(server *s, conn *c) {
     tier_hello h = {.role = TIER_LOOKS};
@@ -1067,7 +1152,9 @@ static bool conn_welcome(server *s, conn *c) {
     if (is_client && (!(c->told = malloc(s->n_moe * sizeof *c->told)) ||
                       !conn_room(c, in, (reply > first ? reply : first) + 1024)))
         return conn_refuse(s, c, TIER_REFUSE, "no memory for another client");
+    if (!is_client) lookers_thin(s);
     conn_add_welcome(s, c);
+    c->is_known = true;
     c->state = is_client ? C_UP : C_STATUS;
     if (!is_client) return conn_flush(s, c);
     s->n_clients++;
@@ -1245,6 +1332,7 @@ static bool stage_welcome(server *s, conn *c, const tier_model *m) {
         !(c->stage.hash = XXH3_createState()))
         return conn_refuse(s, c, TIER_REFUSE, "no memory for who stages");
     conn_add_welcome(s, c);
+    c->is_known = true;
     c->state = C_STAGE;
     s->n_stagers++;
     return conn_flush(s, c);
@@ -1476,7 +1564,6 @@ static bool stage_offer(server *s, conn *c, uint64_t id, const uint8_t *p, size_
     if (!stage_room(s, i, tier_get64(p + 16), &c->stage.i_slot, &v)) {
         char why[TIER_MAX_TEXT];
         snprintf(why, sizeof why, TIER_WHY_MODEL "expert %u of layer %u is not the one here", ie, il);
-        say("client %u: staging %s", c->number, why);
         return conn_refuse(s, c, TIER_REFUSE, why);
     }
     if (v == TIER_WANTS) {
@@ -1559,7 +1646,6 @@ static bool stage_commit(server *s, conn *c, uint64_t id, const uint8_t *p, size
     const char *wrong = is_right ? stage_check(s, il, ie, &x) : "does not match its sum";
     if (wrong) {
         snprintf(why, sizeof why, TIER_WHY_SUM "expert %u of layer %u %s", ie, il, wrong);
-        say("client %u: %s", c->number, why);
         return conn_refuse(s, c, TIER_REFUSE, why);
     }
     g->is_taking = false;
@@ -1622,8 +1708,10 @@ static bool conn_refuse_version(server *s, conn *c) {
     tier_put64(c->out + 24, tier_sum(c->out, (uint32_t)n));
     c->n_out = TIER_HEAD_BYTES + n;
     c->sent_ns = clock_ns();
-    say("client %u: %s", c->number, TIER_WHY_VERSION);
+    conn_say(s, c, "refused: " TIER_WHY_VERSION);
+    conn_leave(s, c);
     s->stats[TIER_STAT_BAD]++;
+    s->stats[TIER_STAT_REFUSED]++;
     c->state = C_CLOSING;
     for (int i = 0; i < 16 && recv(c->fd, c->in, c->in_cap, MSG_DONTWAIT) > 0; i++) {
     } /* or a reset overtakes our last words */
@@ -1651,6 +1739,24 @@ static bool conn_look(server *s, conn *c) {
     return true;
 }
 
+#define FILL_NS 500000u /* of one connection, then others have their turn */
+
+/* Records without data and of a few bytes cost us more than whoever sends them. No k3 sends many: a
+ * frame has 32 bytes, and what the network cuts comes to more. Who does is read slowly. */
+#define POOR_BYTES 16
+#define RICH_BYTES 1024
+#define POOR_READS 64
+#define QUIET_NS 2000000u
+
+/* n bytes came of a read. Was it one too many of the kind? */
+static bool conn_is_poor(conn *c, size_t n) {
+    if (n >= RICH_BYTES || c->has_frame) c->n_poor = 0;
+    if (!c->tls || n >= POOR_BYTES || (n == 0 && !tier_tls_was_vain(c->tls))) return false;
+    if (++c->n_poor <= POOR_READS) return false;
+    c->quiet_ns = clock_ns() + QUIET_NS;
+    return true;
+}
+
 /* Tell a client in its own words, since it would not understand an alert, and be done with it. */
 static bool conn_refuse_plain(server *s, conn *c) {
     tier_tls_end(c->tls);
@@ -1660,12 +1766,18 @@ static bool conn_refuse_plain(server *s, conn *c) {
     return conn_refuse(s, c, TIER_REFUSE, "it speaks TLS: write tls: before its address");
 }
 
-/* Take in what has come; false when the connection was closed. TLS gives it in records of 16 KiB. */
+/* Take in what has come; false when the connection was closed. TLS gives it in records of 16 KiB, or of
+ * one byte: after a while others have their turn. */
 static bool conn_fill(server *s, conn *c) {
+    uint64_t start = clock_ns();
     if (c->tls && tier_tls_is_plain(c->tls)) return conn_refuse_plain(s, c);
+    ssize_t n_got;
     do {
-        ssize_t n = conn_recv(c, c->in + c->n_in, c->in_cap - c->n_in);
-        if (n == 0) return true;
+        ssize_t n = n_got = conn_recv(c, c->in + c->n_in, c->in_cap - c->n_in);
+        if (n == 0) {
+            conn_is_poor(c, 0);
+            return true;
+        }
         if (n < 0) {
             const char *why = c->tls ? tier_tls_why(c->tls) : NULL;
             bool is_cut = (c->state == C_UP || c->state == C_STAGE) && c->n_in > 0;
@@ -1677,7 +1789,8 @@ static bool conn_fill(server *s, conn *c) {
         s->busy_ns = clock_ns();
         if (c->state == C_STAGE || c->state == C_STATUS) c->since_ns = s->busy_ns;
         if (!conn_look(s, c)) return false;
-    } while (c->tls && !c->has_frame);
+    } while (c->tls && !conn_is_poor(c, (size_t)n_got) && !c->has_frame &&
+             s->busy_ns - start < FILL_NS);
     return true;
 }
 
@@ -1757,14 +1870,19 @@ static int listen_open(server *s, const char *text, bool is_http) {
     if (rc != 0) return fail(FAIL_IO, "listen %s: %s", text, gai_strerror(rc));
     bool is_guarded = !is_http && (s->o.n_keys[KEY_ASKS] > 0 || (a.is_tls && s->o.tls.ca));
     for (struct addrinfo *i = list; i; i = i->ai_next)
-        if (!is_loopback(i->ai_addr) && !s->o.is_insecure && !is_guarded) {
+        if (!is_loopback(i->ai_addr) && !is_guarded && is_http && !s->o.is_metrics_insecure) {
+            freeaddrinfo(list);
+            return fail(FAIL_USAGE,
+                        "metrics %s: other machines can reach it; give --metrics-insecure if all of "
+                        "them may read figures",
+                        text);
+        } else if (!is_loopback(i->ai_addr) && !is_guarded && !is_http && !s->o.is_insecure) {
             freeaddrinfo(list);
             return fail(FAIL_USAGE,
                         "listen %s: other machines can reach it; give %s--insecure if all of them "
                         "may come in",
                         text,
-                        is_http    ? ""
-                        : a.is_tls ? "--tls-ca FILE, --psk-file FILE, or "
+                        a.is_tls ? "--tls-ca FILE, --psk-file FILE, or "
                                    : "--psk-file FILE, tls: with --tls-ca FILE, or ");
         }
     int fd = socket(list->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -1774,6 +1892,8 @@ static int listen_open(server *s, const char *text, bool is_http) {
     freeaddrinfo(list);
     return rc;
 }
+
+#define HTTP_BYTES (16u << 10) /* the longest head of a request: tokens and cookies are long */
 
 /* Who has not said who it is. */
 static bool conn_is_early(const conn *c) {
@@ -1793,6 +1913,23 @@ static conn *conn_oldest_early(server *s) {
     return oldest;
 }
 
+/* Whose address has most of them, and two or more: its oldest. A newcomer from another address is not
+ * made to wait for it; who floods takes places from himself. */
+static conn *conn_greedy(server *s, const uint8_t from[8]) {
+    conn *greedy = NULL;
+    uint32_t most = 1;
+    for (uint32_t i = 0; i < s->o.clients + MAX_STATUS; i++) {
+        conn *c = &s->conns[i];
+        uint32_t n = 0;
+        if (!conn_is_early(c) || memcmp(c->from, from, 8) == 0) continue;
+        for (uint32_t k = 0; k < s->o.clients + MAX_STATUS; k++)
+            n += conn_is_early(&s->conns[k]) && memcmp(s->conns[k].from, c->from, 8) == 0;
+        if (n > most || (n == most && greedy && c->since_ns < greedy->since_ns)) greedy = c;
+        if (n > most) most = n;
+    }
+    return greedy;
+}
+
 /* There is no place for another. Whoever floods must not fill the log as well. */
 static void conn_crowd(server *s) {
     uint64_t now = clock_ns();
@@ -1804,24 +1941,61 @@ static void conn_crowd(server *s) {
     s->full_ns = now;
 }
 
+/* The system has no descriptor, or no memory, for one who is waiting; poll would say at once that he
+ * still is. Who said no hello makes room, and nobody is accepted for a moment. */
+static void accept_later(server *s) {
+    uint64_t now = clock_ns();
+    conn *c = conn_oldest_early(s);
+    if (c) conn_close(s, c, NULL);
+    s->accept_ns = now + 100000000u;
+    if (s->no_fd_ns == 0 || now - s->no_fd_ns > 10 * 1000000000ull) {
+        say("cannot accept a connection: %s; raise `ulimit -n`", strerror(errno));
+        s->no_fd_ns = now;
+    }
+}
+
+/* Who is it? For the log, and for how many places he has. */
+static void conn_name(conn *c, const struct sockaddr_storage *sa, socklen_t n) {
+    char host[48] = "", port[8] = "";
+    memset(c->from, 0, sizeof c->from);
+    if (sa->ss_family == AF_INET)
+        memcpy(c->from, &((const struct sockaddr_in *)(const void *)sa)->sin_addr, 4);
+    if (sa->ss_family == AF_INET6)
+        memcpy(c->from, &((const struct sockaddr_in6 *)(const void *)sa)->sin6_addr, 8);
+    if (sa->ss_family != AF_INET && sa->ss_family != AF_INET6)
+        snprintf(c->peer, sizeof c->peer, "unix");
+    else if (getnameinfo((const struct sockaddr *)sa, n, host, sizeof host, port, sizeof port,
+                         NI_NUMERICHOST | NI_NUMERICSERV) == 0)
+        snprintf(c->peer, sizeof c->peer, "%s port %s", host, port);
+}
+
 static void conn_accept(server *s, uint32_t i_listen) {
-    int fd = accept4(s->listen[i_listen].fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    conn *c = NULL;
+    struct sockaddr_storage sa = {.ss_family = AF_UNIX};
+    socklen_t n_sa = sizeof sa;
+    int fd = accept4(s->listen[i_listen].fd, (struct sockaddr *)&sa, &n_sa,
+                     SOCK_NONBLOCK | SOCK_CLOEXEC);
+    bool is_http = s->listen[i_listen].is_http;
+    conn *c = NULL, who;
+    if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
+        accept_later(s);
     if (fd < 0) return;
+    conn_name(&who, &sa, n_sa);
     for (uint32_t i = 0; i < s->o.clients + MAX_STATUS && !c; i++)
         if (s->conns[i].state == C_FREE) c = &s->conns[i];
     if (!c) {
         conn_crowd(s);
-        if ((c = conn_oldest_early(s))) conn_close(s, c, NULL);
+        if ((c = conn_greedy(s, who.from)) || (c = conn_oldest_early(s))) conn_close(s, c, NULL);
     }
-    if (!c || !conn_room(c, TIER_HEAD_BYTES + 2 * TIER_MAX_EARLY, 4096) ||
+    if (!c || !conn_room(c, is_http ? HTTP_BYTES : TIER_HEAD_BYTES + 2 * TIER_MAX_EARLY, 4096) ||
         (s->listen[i_listen].is_tls && !(c->tls = tier_tls_accept(s->tls, fd)))) {
         close(fd);
         return;
     }
     tier_socket_tune(fd);
     c->fd = fd;
-    c->state = s->listen[i_listen].is_http ? C_HTTP : C_HELLO;
+    memcpy(c->peer, who.peer, sizeof c->peer);
+    memcpy(c->from, who.from, sizeof c->from);
+    c->state = is_http ? C_HTTP : C_HELLO;
     c->number = ++s->next_number;
     c->since_ns = c->sent_ns = s->busy_ns = clock_ns();
     c->n_in = c->n_out = c->i_out = 0;
@@ -1851,44 +2025,56 @@ static const struct {
     {"vram_experts_capacity", "gauge", "experts there is room for in VRAM"},
     {"vram_experts_held", "gauge", "experts in VRAM"},
     {"gpu_experts_served_total", "counter", "experts in sums that the GPU computed"},
+    {"connections_refused_total", "counter", "connections refused: another key, model, no place"},
 };
 
-/* Any request for a page gets the metrics, once, and the connection ends. */
-static bool conn_http(server *s, conn *c) {
-    char body[8192], *to = body, *end = body + sizeof body;
+/* The figures, as Prometheus reads them; how many bytes. */
+static size_t metrics_write(server *s, char *body, size_t cap) {
+    char *to = body, *end = body + cap;
     uint64_t v[TIER_N_STATS];
-    ssize_t n = recv(c->fd, c->in + c->n_in, c->in_cap - c->n_in, MSG_DONTWAIT);
-    if (n > 0) c->n_in += (size_t)n;
-    bool is_whole = c->n_in >= 4 && memmem(c->in, c->n_in, "\r\n\r\n", 4);
-    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR) ||
-        (!is_whole && c->n_in == c->in_cap)) {
-        conn_close(s, c, NULL);
-        return false;
-    }
-    if (!is_whole) return true;
-    bool is_get = memcmp(c->in, "GET ", 4) == 0,
-         is_known =
-             is_get && (memcmp(c->in, "GET / ", 6) == 0 || memcmp(c->in, "GET /metrics", 12) == 0);
     stats_take(s, v);
     for (int i = 0; i < TIER_N_STATS; i++)
         to += snprintf(to, (size_t)(end - to),
                        "# HELP k3_tier_%s %s\n# TYPE k3_tier_%s %s\nk3_tier_%s %llu\n",
                        METRIC[i].name, METRIC[i].help, METRIC[i].name, METRIC[i].type,
                        METRIC[i].name, (unsigned long long)v[i]);
-    if (!is_known) to = body;
-    if (!conn_room(c, c->in_cap, (size_t)(to - body) + 256)) {
+    return (size_t)(to - body);
+}
+
+/* Any request for a page gets the metrics, once, and the connection ends. Nothing unread may be left
+ * then, or a reset overtakes the answer. */
+static bool conn_http(server *s, conn *c) {
+    char body[8192], away[4096];
+    size_t n_body = 0;
+    ssize_t n = recv(c->fd, c->in + c->n_in, c->in_cap - c->n_in, MSG_DONTWAIT);
+    if (n > 0) c->n_in += (size_t)n;
+    bool is_whole = c->n_in >= 4 && memmem(c->in, c->n_in, "\r\n\r\n", 4);
+    bool is_long = !is_whole && c->n_in == c->in_cap;
+    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) {
+        conn_close(s, c, NULL);
+        return false;
+    }
+    if (!is_whole && !is_long) return true;
+    for (int i = 0; i < 16 && recv(c->fd, away, sizeof away, MSG_DONTWAIT) > 0; i++) {
+    }
+    bool is_get = memcmp(c->in, "GET ", 4) == 0,
+         is_known =
+             is_get && (memcmp(c->in, "GET / ", 6) == 0 || memcmp(c->in, "GET /metrics", 12) == 0);
+    if (is_known && !is_long) n_body = metrics_write(s, body, sizeof body);
+    if (!conn_room(c, c->in_cap, n_body + 256)) {
         conn_close(s, c, NULL);
         return false;
     }
     c->n_out = (size_t)snprintf((char *)c->out, 256,
                                 "HTTP/1.0 %s\r\nContent-Type: text/plain; version=0.0.4\r\n"
                                 "Content-Length: %zu\r\nConnection: close\r\n\r\n",
-                                is_known ? "200 OK"
-                                : is_get ? "404 Not Found"
-                                         : "405 Method Not Allowed",
-                                (size_t)(to - body));
-    memcpy(c->out + c->n_out, body, (size_t)(to - body));
-    c->n_out += (size_t)(to - body);
+                                is_long    ? "431 Request Header Fields Too Large"
+                                : is_known ? "200 OK"
+                                : is_get   ? "404 Not Found"
+                                           : "405 Method Not Allowed",
+                                n_body);
+    memcpy(c->out + c->n_out, body, n_body);
+    c->n_out += n_body;
     c->state = C_CLOSING;
     return conn_flush(s, c);
 }
@@ -1936,13 +2122,17 @@ static void poll_round(server *s, int ms) {
     uint32_t who[COUNT(fds)], n = 0;
     uint64_t n_wakes;
     fds[n++] = (struct pollfd){.fd = s->wake_fd, .events = POLLIN};
+    uint64_t now = clock_ns();
+    bool may_accept = now >= s->accept_ns;
+    if (!may_accept && ms > 100) ms = 100;
     for (uint32_t i = 0; i < s->n_listen; i++)
-        fds[n++] = (struct pollfd){.fd = s->listen[i].fd, .events = POLLIN};
+        fds[n++] = (struct pollfd){.fd = s->listen[i].fd, .events = may_accept ? POLLIN : 0};
     for (uint32_t i = 0; i < MAX_CONNS; i++) {
         const conn *c = &s->conns[i];
         if (c->state == C_FREE) continue;
         short more = c->tls ? tier_tls_wants(c->tls) : 0;
-        bool wants = c->n_out == 0 && !c->has_frame && c->state != C_CLOSING;
+        bool wants = c->n_out == 0 && !c->has_frame && c->state != C_CLOSING && c->quiet_ns <= now;
+        if (c->quiet_ns > now && ms > 2) ms = 2;
         who[n] = i;
         holds[n] = wants && c->tls && tier_tls_holds(c->tls);
         if (holds[n]) ms = 0;
@@ -1953,7 +2143,7 @@ static void poll_round(server *s, int ms) {
     if (poll(fds, n, ms) < 0) return;
     if (fds[0].revents && read(s->wake_fd, &n_wakes, sizeof n_wakes) < 0) errno = 0;
     for (uint32_t i = 0; i < s->n_listen; i++)
-        if (fds[1 + i].revents) conn_accept(s, i);
+        if (fds[1 + i].revents && clock_ns() >= s->accept_ns) conn_accept(s, i);
     for (uint32_t i = 1 + s->n_listen; i < n; i++) {
         conn *c = &s->conns[who[i]];
         short got = fds[i].revents;
@@ -1961,7 +2151,7 @@ static void poll_round(server *s, int ms) {
         if (c->n_out > 0 && !conn_flush(s, c)) continue;
         if (c->state == C_HTTP)
             conn_http(s, c);
-        else if (c->n_out == 0 && !c->has_frame && c->state != C_CLOSING)
+        else if (c->n_out == 0 && !c->has_frame && c->state != C_CLOSING && c->quiet_ns <= now)
             conn_fill(s, c);
         else if (got & (POLLHUP | POLLERR) && (!c->has_frame || stage_must_wait(s, c)))
             conn_close(s, c, NULL);
@@ -2058,11 +2248,17 @@ static bool status_hello(tier_link *l, const tier_key *key, uint8_t *frame, tier
     memcpy(p, talk.hello, sizeof talk.hello);
     if (!status_send(l, frame, TIER_HELLO, TIER_HELLO_BYTES) || !status_read(l, frame, h))
         return false;
+    if (key->n > 0 && h->type == TIER_WELCOME) {
+        snprintf(l->why, sizeof l->why, "the box does not ask for the key: not the one meant");
+        return false;
+    }
     if (h->type != TIER_CHALLENGE || key->n == 0) return true;
     const char *why = tier_link_binding(l, talk.binding);
     if (!why) why = tier_answer(key, &talk, p, h->n, p);
     if (why) return snprintf(l->why, sizeof l->why, "%s", why), false;
     if (!status_send(l, frame, TIER_PROOF, TIER_PROOF_BYTES) || !status_read(l, frame, h)) return false;
+    if (h->type == TIER_WELCOME)
+        return snprintf(l->why, sizeof l->why, "the box did not prove the key: not the one meant"), false;
     if (h->type != TIER_PROOF) return true;
     if ((why = tier_believe(key, &talk, p, h->n)) != NULL)
         return snprintf(l->why, sizeof l->why, "%s", why), false;
@@ -2148,7 +2344,7 @@ static const char HELP[] =
     "  --tls-key FILE    its private key (default: in the same file)\n"
     "  --tls-ca FILE     let in only clients whose certificate this one signed, or is; with\n"
     "                    status: the same of the box (default there: the system's authorities)\n"
-    "  --insecure        let in whoever can reach the address\n"
+    "  --insecure        let in whoever can reach a --listen address\n"
     "  --pins FILE       experts to read first and keep, `layer expert` a line\n"
     "  --no-fill         read only pins and what clients want\n"
     "  --clients N       most clients at once, 1 to 64 (default 8)\n"
@@ -2158,7 +2354,8 @@ static const char HELP[] =
     "  --sums FILE       checksums (default: k3.sums in the model directory, if there)\n"
     "  --linger SECONDS  end when nobody asked or staged for so long (default: stay)\n"
     "  --metrics ADDR    figures over HTTP, as Prometheus reads them\n"
-    "  --dump FILE       every frame, in words and bytes; - is stderr\n"
+    "  --metrics-insecure  whoever can reach that address may read them\n"
+    "  --dump FILE       every frame, in words and bytes, for you alone to read; - is stderr\n"
     "  -q                errors only      -h  this help      -V  version\n"
     "\n"
     "Exit codes: 0 done, 1 I/O or memory, 2 usage, 3 model refused, 4 --ram too small.\n";
@@ -2203,6 +2400,7 @@ static const option OPTION[] = {
     {"--spin-us", O_COUNT, AT(spin_us), 0, 1000000},
     {"--sums", O_TEXT, AT(sums), 0, 0},
     {"--metrics", O_TEXT, AT(metrics), 0, 0},
+    {"--metrics-insecure", O_FLAG, AT(is_metrics_insecure), 0, 0},
     {"--dump", O_TEXT, AT(dump), 0, 0},
 };
 
@@ -2687,6 +2885,21 @@ static int keys_read(server *s) {
     return DONE;
 }
 
+/* Activations of other people's texts go in there: a file that is ours alone to read, whatever the
+ * umask says and whatever it was before. NULL and errno. */
+static FILE *dump_open(const char *path) {
+    struct stat st;
+    if (strcmp(path, "-") == 0) return stderr;
+    int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOCTTY, 0600);
+    bool is_ok = fd >= 0 && fstat(fd, &st) == 0 &&
+                 (!S_ISREG(st.st_mode) || (fchmod(fd, 0600) == 0 && ftruncate(fd, 0) == 0));
+    FILE *f = is_ok ? fdopen(fd, "w") : NULL;
+    int why = errno;
+    if (!f && fd >= 0) close(fd);
+    errno = why;
+    return f;
+}
+
 static int server_open(server *s) {
     int rc = keys_read(s);
     if (rc == DONE) rc = tls_open(s);
@@ -2696,10 +2909,8 @@ static int server_open(server *s) {
     for (uint32_t i = 0; rc == DONE && i < s->o.n_listen; i++)
         rc = listen_open(s, s->o.listen[i], false);
     if (rc == DONE && s->o.metrics) rc = listen_open(s, s->o.metrics, true);
-    if (rc == DONE && s->o.dump) {
-        s->dump = strcmp(s->o.dump, "-") == 0 ? stderr : fopen(s->o.dump, "we");
-        if (!s->dump) rc = fail(FAIL_IO, "--dump %s: %s", s->o.dump, strerror(errno));
-    }
+    if (rc == DONE && s->o.dump && !(s->dump = dump_open(s->o.dump)))
+        rc = fail(FAIL_IO, "--dump %s: %s", s->o.dump, strerror(errno));
     s->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     signal_fd = s->wake_fd;
     s->st.is_filling = !s->o.no_fill;

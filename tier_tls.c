@@ -23,6 +23,7 @@ struct tier_tls {
 struct tier_tls_conn {
     SSL *ssl;
     int fd, n_reads; /* since the call began */
+    bool was_vain;   /* the last recv        */
     short wants;
     bool is_over; /* after a fault OpenSSL is not called again */
     char why[160];
@@ -199,6 +200,7 @@ ssize_t tier_tls_recv(tier_tls_conn *c, void *p, size_t n) {
     ERR_clear_error();
     c->n_reads = 0;
     int got = SSL_read(c->ssl, p, n < INT_MAX ? (int)n : INT_MAX);
+    c->was_vain = got <= 0 && c->n_reads > 1; /* the last one found nothing, or was not made */
     if (got <= 0) return conn_result(c, got);
     c->wants = 0;
     return got;
@@ -252,6 +254,8 @@ bool tier_tls_is_named(const tier_tls_conn *c, const char *name) {
 const char *tier_tls_why(const tier_tls_conn *c) { return c->why[0] ? c->why : NULL; }
 
 bool tier_tls_holds(const tier_tls_conn *c) { return !c->is_over && SSL_pending(c->ssl) > 0; }
+
+bool tier_tls_was_vain(const tier_tls_conn *c) { return c->was_vain; }
 
 short tier_tls_wants(const tier_tls_conn *c) { return c->wants; }
 

@@ -43,6 +43,10 @@ bool tier_tls_is_plain(const tier_tls_conn *c);
 /* Does recv have to be called without asking poll? Bytes are here already. */
 bool tier_tls_holds(const tier_tls_conn *c);
 
+/* Did the last recv read the socket, and gave nothing for it? A handshake does, a record that is not all
+ * here, and one without data. */
+bool tier_tls_was_vain(const tier_tls_conn *c);
+
 /* POLLOUT while recv waits for room to send in, as in a handshake; else 0. */
 short tier_tls_wants(const tier_tls_conn *c);
 

@@ -79,6 +79,7 @@ programs() {
     run tests/test_slice.sh demo
     run tests/test_tier_gpu.sh demo
     run tests/test_tier_tls.sh demo
+    run tests/test_tls_bad.sh demo
     run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
     if [ -z "$quick" ]; then
         run tests/test_tier_net.sh demo

@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# test_tls_bad.sh - a peer that speaks TLS badly on purpose, in both directions (tests/tls_bad.c).
+#
+#     K3=build/k3 K3_TIER=build/k3-tier tests/test_tls_bad.sh MODEL [long]
+#
+# A client of such a box: the hash of a run without boxes, in at most 1.05 of its time and a second.
+# A box with such clients: figures for others within 200 ms of what they take without them.
+# Times are compared in pairs; on a busy machine a pair may be tried again. `long`, for
+# tests/long_tls_bad.sh, is of every kind, with runs so long that the 1.05 counts and not the second.
+suite=tls_bad
+# shellcheck source=tests/boxes.sh
+. "$(dirname "$0")/boxes.sh"
+BAD=${BAD:-$(dirname "$K3")/tls_bad}
+unset http_proxy https_proxy all_proxy no_proxy HTTPS_PROXY ALL_PROXY NO_PROXY
+command -v openssl >/dev/null || { echo "tls_bad: SKIP the openssl program is not installed (scripts/deps.sh test)"; exit 77; }
+"$K3" run --model "$MODEL" --tier tls:localhost x 2>&1 | grep -q "without libcurl" &&
+    { echo "tls_bad: SKIP built without libcurl, so without TLS"; exit 77; }
+prompt=$(awk '$1 == 0 { print $2 }' tests/data/golden_prompts.tsv)
+is_long=${2:+1}
+args=(-q --json --no-stop --model "$MODEL" --ids "$prompt" --tokens $((is_long ? 3000 : 200)) --threads 1)
+
+openssl req -x509 -nodes -newkey ec -pkeyopt ec_paramgen_curve:P-256 -keyout "$T/box.key" -out "$T/box.pem" -days 2 \
+    -subj /CN=box -addext subjectAltName=IP:127.0.0.1 >"$T/err" 2>&1 || { cat "$T/err"; exit 1; }
+chmod 600 "$T/box.key"
+port=$((20000 + ($$ * 7) % 20000))
+new_port() {
+    port=$((port + 1))
+    while { : <>"/dev/tcp/127.0.0.1/$port"; } 2>/dev/null; do port=$((port + 1)); done
+}
+up() { for _ in $(seq 200); do { : <>"/dev/tcp/127.0.0.1/$port"; } 2>/dev/null && return; sleep 0.02; done; }
+ms() { # COMMAND...: how long it took
+    local start
+    start=$(date +%s%N)
+    "$@" >"$T/out" 2>"$T/err"
+    echo $((($(date +%s%N) - start) / 1000000))
+}
+
+# ---- A client of such a box ----
+
+alone tls:127.0.0.1:1
+one_run() { timeout -k 1 120 "$K3" run "${args[@]}" --ram "$ram" "$@"; }
+# bad_box MODE: three tries to be in time; the hash must be right each time
+bad_box() {
+    local bare took try
+    new_port
+    "$BAD" box "$port" "$T/box.pem" "$T/box.key" "$T/true.sock" "$1" 2>"$T/bad.err" &
+    local bad=$!
+    pids+=($bad)
+    up
+    for try in 1 2 3; do
+        bare=$(ms one_run)
+        took=$(ms one_run --tier "tls:127.0.0.1:$port" --tier-ca "$T/box.pem")
+        if [ "$(field logits_fnv)" != "$want" ]; then
+            fail "a box that sends $1" "logits_fnv '$(field logits_fnv)', not $want, after $took ms"
+            break
+        fi
+        [ "$took" -le $((bare * 105 / 100 + 1000)) ] && break
+    done
+    stop $bad
+    [ "$(field logits_fnv)" = "$want" ] || return
+    echo "tls_bad: box $1: $bare ms without it, $took ms with it"
+    if [ "$took" -le $((bare * 105 / 100 + 1000)) ]; then pass; else fail "a box that sends $1" "$took ms, without it $bare"; fi
+}
+start_box true --model "$MODEL" --ram 1G
+boxes="update bytes late" clients="update bytes"
+[ -z "$is_long" ] || boxes="early-update early-bytes update bytes flip empty late endless" clients="update bytes looks cut"
+for mode in $boxes; do bad_box "$mode"; done
+
+# SIGTERM is heard while a box floods
+new_port
+"$BAD" box "$port" "$T/box.pem" "$T/box.key" "$T/true.sock" update 2>"$T/bad.err" &
+bad=$!
+pids+=($bad)
+up
+"$K3" run "${args[@]}" --tokens 100000 --context 120000 --tier "tls:127.0.0.1:$port" --tier-ca "$T/box.pem" >"$T/out" 2>"$T/err" &
+run=$!
+sleep 1
+stopped=$(ms stop $run)
+[ "$stopped" -lt 3000 ] && pass || fail "SIGTERM while a box floods" "took $stopped ms"
+# stage and status say so, in their time
+[ -z "$is_long" ] || for what in "$K3 stage -q --model $MODEL --to tls:127.0.0.1:$port --tier-ca $T/box.pem" "$K3_TIER status tls:127.0.0.1:$port --tls-ca $T/box.pem"; do
+    stop $bad
+    "$BAD" box "$port" "$T/box.pem" "$T/box.key" "$T/true.sock" early-update 2>"$T/bad.err" &
+    bad=$!
+    pids+=($bad)
+    up
+    # shellcheck disable=SC2086
+    took=$(ms timeout -k 1 60 $what)
+    grep -q "no answer" "$T/err" && [ "$took" -lt 20000 ] && pass || fail "$what" "$took ms"
+done
+stop $bad
+
+# ---- A box with such clients ----
+
+# figures: how much longer one of five looks took than the same program that only says its version, in
+# ms, the median; empty when a look failed. A busy machine starts both late.
+figures() {
+    local bare
+    for _ in 1 2 3 4 5; do
+        bare=$(ms "$K3_TIER" -V)
+        took=$(ms timeout -k 1 20 "$K3_TIER" status "unix:$T/tls.sock")
+        grep -q experts_held "$T/out" || { echo "a look failed: $(cat "$T/err")" >&2; return; }
+        echo $((took - bare))
+    done | sort -n | sed -n 3p
+}
+new_port
+start_box tls --model "$MODEL" --ram 1G --clients 8 --listen "tls:127.0.0.1:$port" --tls-cert "$T/box.pem" --tls-key "$T/box.key"
+for mode in $clients; do
+    for try in 1 2 3; do
+        bare=$(figures)
+        "$BAD" client "$port" "$mode" 2>"$T/bad.err" &
+        bad=$!
+        pids+=($bad)
+        sleep 0.5
+        took=$(figures)
+        stop $bad
+        [ -n "$took" ] && [ "$took" -le $((bare + 200)) ] && break
+    done
+    echo "tls_bad: clients $mode: figures after $bare ms without them, ${took:-?} ms with them"
+    if [ -n "$took" ] && [ "$took" -le $((bare + 200)) ]; then pass; else fail "clients that send $mode" "figures after ${took:-?} ms, without them $bare"; fi
+done
+kill -0 $box 2>/dev/null && pass || fail "the box" "is gone"
+[ "$(wc -l <"$T/tls.err")" -le 200 ] && pass || fail "the log" "$(wc -l <"$T/tls.err") lines"
+report
