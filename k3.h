@@ -359,7 +359,8 @@ void k3_cache_get_stats(const k3_cache *c, k3_cache_stats *out);
 
 typedef struct {
     char numerics[32];
-    uint64_t fingerprint, n_pos, file_bytes, raw_bytes, n_app;
+    k3_fingerprints print;
+    uint64_t n_pos, file_bytes, raw_bytes, n_app;
     uint64_t n_doubtful; /* layers in which far boxes were believed and nobody compared */
     uint64_t used_s; /* last use: the file's modification time, Unix seconds */
 } k3_state_head;

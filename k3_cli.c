@@ -3247,7 +3247,7 @@ static int cache_visit(void *user, const char *path, const k3_state_head *head, 
     } else if (!w->checks) {
         if (localtime_r(&at, &tm)) strftime(used, sizeof used, "%Y-%m-%d %H:%M:%S", &tm);
         printf("%10llu positions %12s  %s  model %016llx  %s%s\n", (unsigned long long)head->n_pos,
-               fmt_bytes(size, head->file_bytes), used, (unsigned long long)head->fingerprint,
+               fmt_bytes(size, head->file_bytes), used, (unsigned long long)head->print.sampled,
                slash ? slash + 1 : path,
                head->n_doubtful > 0 ? "  with far answers that nobody compared" : "");
     }
