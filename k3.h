@@ -304,8 +304,10 @@ typedef struct {
 int k3_session_save(k3_session *s, const char *path, const void *app, size_t n_app,
                     k3_state_info *info, k3_error *err);
 
-/* Could a state be written to `path` now? Asked before the hours that make it. K3_EIO, K3_EUSAGE. */
-int k3_state_can_save(const char *path, k3_error *err);
+/* Could a state be written to `path` now? Asked before the hours that make it. With a `shape` also whether
+ * there is room for one of n_pos positions that does not shrink at all: a state of K3 is written in five
+ * sixths of that. A quota is not seen. Errors  K3_EIO, K3_EUSAGE; the text says both sizes */
+int k3_state_can_save(const char *path, const k3_shape *shape, uint64_t n_pos, k3_error *err);
 
 /* Put the session where the saved one was. `app`, `n_app` and `info` may be NULL; else *app is
  * the caller's to free(), and NULL when there is none. After an error the session is as new.

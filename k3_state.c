@@ -1030,15 +1030,36 @@ static int save_begin(const char *path, char temp[PATH_BYTES], k3_error *err) {
     return rc != 0 ? K3_EIO : fd;
 }
 
-int k3_state_can_save(const char *path, k3_error *err) {
+/* The most that a state of n_pos positions can take: nothing shrinks, and the caller's bytes are all there. */
+static uint64_t state_most_bytes(const k3_shape *sh, uint64_t n_pos) {
+    uint64_t raw = sh->state_bytes + n_pos * (sh->pos_bytes + sizeof(uint32_t)) + K3_STATE_APP_MAX;
+    uint64_t n_pieces = raw / PIECE_BYTES + N_SECTIONS + sh->n_layers;
+    return HEAD_BYTES + N_SECTIONS * ENTRY_BYTES + raw + n_pieces * PIECE_HEAD;
+}
+
+/* Is there room for `need` bytes beside the open file? The one that will be replaced stays until then. */
+static int room_check(const char *temp, const k3_shape *sh, uint64_t n_pos, k3_error *err) {
+    struct statvfs fs;
+    uint64_t need = state_most_bytes(sh, n_pos);
+    if (statvfs(temp, &fs) != 0 || fs.f_blocks == 0) return 0; /* this place does not say */
+    uint64_t there = (uint64_t)fs.f_bavail * (fs.f_frsize ? fs.f_frsize : fs.f_bsize);
+    if (need <= there) return 0;
+    return fail(err, K3_EIO,
+                "%s: a state of %llu positions can take %.1f MiB, and %.1f MiB are free there; make "
+                "room, or name another place",
+                temp, (unsigned long long)n_pos, (double)need / 1048576, (double)there / 1048576);
+}
+
+int k3_state_can_save(const char *path, const k3_shape *shape, uint64_t n_pos, k3_error *err) {
     char temp[PATH_BYTES], *real = realpath(path, NULL);
     struct stat st;
     int fd = save_begin(real ? real : path, temp, err);
     free(real);
     if (fd < 0) return fd;
+    int rc = shape ? room_check(temp, shape, n_pos, err) : 0;
     if (fstat(fd, &st) == 0 && st.st_size == 0) unlink(temp); /* what somebody left may be wanted */
     close(fd);
-    return 0;
+    return rc;
 }
 
 /* `path` is resolved: what it links to is replaced, not the link. */
