@@ -336,7 +336,8 @@ typedef struct {
     uint64_t hits, misses, restored_pos, stored, evicted; /* by this k3_cache             */
 } k3_cache_stats;
 
-/* Made if absent. Beyond `max_bytes` (0: no bound) the least recently used go; the entry being
+/* Made if absent. A directory that belongs to another user, or that others may write to, is refused
+ * (K3_EIO): what is in it is believed. Such entries are passed over with a note. Beyond `max_bytes` (0: no bound) the least recently used go; the entry being
  * written is not counted until it is whole. */
 int k3_cache_open(k3_cache **out, k3_engine *e, const char *dir, uint64_t max_bytes, k3_error *err);
 void k3_cache_close(k3_cache *c);

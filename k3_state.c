@@ -1345,14 +1345,32 @@ int64_t k3_cache_list(const char *dir, k3_cache_fn fn, void *user, k3_error *err
     return rc < 0 ? rc : n;
 }
 
+/* Could somebody else have put or changed it? NULL: no. */
+static const char *foreign(const struct stat *st, char *text, size_t cap) {
+    if (st->st_uid != geteuid())
+        snprintf(text, cap, "belongs to user %lu", (unsigned long)st->st_uid);
+    else if (st->st_mode & 022)
+        snprintf(text, cap, "others may write to it (mode %04o)", (unsigned)(st->st_mode & 07777));
+    else
+        return NULL;
+    return text;
+}
+
 int k3_cache_open(k3_cache **out, k3_engine *e, const char *dir, uint64_t max_bytes,
                   k3_error *err) {
     struct stat st;
+    char why[64];
     *out = NULL;
     if (mkdir(dir, 0700) != 0 && errno != EEXIST)
         return fail(err, K3_EIO, "cache %s: %s", dir, strerror(errno));
     if (stat(dir, &st) != 0 || !S_ISDIR(st.st_mode) || access(dir, R_OK | W_OK | X_OK) != 0)
         return fail(err, K3_EIO, "cache %s: not a directory that can be written to", dir);
+    const char *fault = foreign(&st, why, sizeof why);
+    if (fault)
+        return fail(err, K3_EIO,
+                    "cache %s: %s: a state that somebody puts there would be believed; name a "
+                    "directory of your own, or chmod go-w it",
+                    dir, fault);
     k3_cache *c = calloc(1, sizeof *c);
     if (!c || !(c->dir = strdup(dir))) {
         free(c);
@@ -1444,8 +1462,20 @@ static uint64_t cache_doubtful(const char *path) {
     return h.n_doubtful;
 }
 
+/* An entry that nobody else can have written. Its directory is this user's (k3_cache_open); it may not
+ * always have been. */
+static bool entry_is_ours(const char *path, k3_error *err) {
+    struct stat st;
+    char text[64];
+    if (lstat(path, &st) != 0) return true; /* gone: whoever opens it says so */
+    const char *fault = S_ISREG(st.st_mode) ? foreign(&st, text, sizeof text) : "no regular file";
+    if (fault) fail(err, 0, "%s: %s", path, fault);
+    return !fault;
+}
+
 /* Who compares what boxes answer does not go on from answers that nobody compared. */
 static int cache_is_fit(const k3_cache *c, const char *path, k3_error *err) {
+    if (!entry_is_ours(path, err)) return K3_EIO;
     uint64_t n = k3_state_has_audits(c->e) ? cache_doubtful(path) : 0;
     if (n == 0) return 0;
     return fail(err, K3_EREDO, "%s: far boxes answered in %llu layers and nobody compared", path,
@@ -1535,7 +1565,7 @@ int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err) {
     if (rc < 0) return rc;
     if (entry_path(path, c->dir, n, key, "") < 0 || entry_path(temp, c->dir, n, key, ".tmp") < 0)
         return fail(err, K3_EUSAGE, "cache %.200s...: the name is too long", c->dir);
-    if (utimensat(AT_FDCWD, path, NULL, 0) == 0 && (is_doubtful || cache_doubtful(path) == 0))
+    if (entry_is_ours(path, NULL) && utimensat(AT_FDCWD, path, NULL, 0) == 0 && (is_doubtful || cache_doubtful(path) == 0))
         return 0; /* there, and used now; one in doubt makes room for one that is not */
     uint64_t raw = sh->state_bytes + n * sh->pos_bytes;
     if (raw / 2 > c->max_bytes) { /* half of it is mantissas, which do not shrink */

@@ -15,6 +15,8 @@
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/resource.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <zstd.h>
 
@@ -29,6 +31,25 @@ static char path_a[80], path_b[80], cache_dir[80];
 static uint32_t ids[N_IDS];
 static float *rows; /* [N_IDS][vocab], of the run that nobody interrupted */
 static size_t n_vocab;
+
+/* ---- A system that says other things (k3_temp.c and k3_state.c call these) ---- */
+
+static int lock_fails;         /* errno of every flock; 0: the system's answer */
+static uint64_t free_bytes;    /* that statvfs says; 0: the system's answer    */
+
+int flock(int fd, int operation) {
+    if (lock_fails == 0) return (int)syscall(SYS_flock, fd, operation);
+    errno = lock_fails;
+    return -1;
+}
+
+int statvfs(const char *path, struct statvfs *out) {
+    int fd = open(path, O_RDONLY);
+    int rc = fd < 0 ? -1 : fstatvfs(fd, out);
+    if (fd >= 0) close(fd);
+    if (free_bytes) out->f_bavail = free_bytes / out->f_frsize;
+    return rc;
+}
 
 /* ---- Engines of different ways to the same bits ---- */
 
@@ -909,6 +930,140 @@ static void test_save_errors(void) {
     CHECK(goes_on(s, 80, N_IDS));
 }
 
+/* Saving must say `why` before anything is written, and leave what is there. */
+static void save_refused(const char *temp, const char *why) {
+    k3_error err = {{0}};
+    struct stat before, after;
+    lstat(temp, &before);
+    CHECK_EQ_INT(k3_state_can_save(path_a, NULL, 0, &err), K3_EIO);
+    if (!CHECK(strstr(err.text, why))) printf("    %s\n", err.text);
+    CHECK_EQ_INT(k3_session_save(at[0], path_a, NULL, 0, NULL, &err), K3_EIO);
+    CHECK(strstr(err.text, why));
+    CHECK(lstat(temp, &after) == 0 && before.st_ino == after.st_ino &&
+          before.st_size == after.st_size);
+}
+
+/* What is found under the temporary name is taken over only if nobody else can have put it there. */
+static void test_save_foreign(void) {
+    char temp[96], other[96];
+    k3_error err = {{0}};
+    snprintf(temp, sizeof temp, "%s.tmp", path_a);
+    snprintf(other, sizeof other, "%s/second", work_dir);
+    k3_session_reset(at[0]);
+    CHECK(goes_on(at[0], 0, 20));
+    file_write(temp, "", 0);
+    CHECK(chmod(temp, 0666) == 0);
+    save_refused(temp, "in the way: its mode 0666 gives rights to others");
+    CHECK(chmod(temp, 0640) == 0);
+    save_refused(temp, "its mode 0640");
+    CHECK(chmod(temp, 0600) == 0 && link(temp, other) == 0);
+    save_refused(temp, "it has 2 names");
+    CHECK(unlink(other) == 0);
+    if (geteuid() == 0) { /* only root can give a file away */
+        CHECK(chown(temp, 12345, (gid_t)-1) == 0);
+        save_refused(temp, "it belongs to user 12345");
+    }
+    unlink(temp);
+    file_write(other, "", 0);
+    CHECK(symlink(other, temp) == 0);
+    save_refused(temp, "it is a link");
+    unlink(temp);
+    CHECK(mkfifo(temp, 0600) == 0);
+    save_refused(temp, "no regular file");
+    unlink(temp);
+    unlink(other);
+    file_write(temp, "", 0);
+    CHECK(chmod(temp, 0600) == 0); /* empty, ours: its writer is gone */
+    CHECK_EQ_INT(k3_session_save(at[0], path_a, NULL, 0, NULL, &err), 0);
+    CHECK(!is_there(temp));
+}
+
+/* Room is asked for before the work; both sizes are said. */
+static void test_save_room(void) {
+    const k3_shape *sh = &way[0]->sh;
+    k3_error err = {{0}};
+    k3_state_info info;
+    char temp[96];
+    uint64_t raw = sh->state_bytes + 100 * (sh->pos_bytes + 4);
+    snprintf(temp, sizeof temp, "%s.tmp", path_a);
+    free_bytes = raw;
+    CHECK_EQ_INT(k3_state_can_save(path_a, NULL, 0, &err), 0);
+    CHECK_EQ_INT(k3_state_can_save(path_a, sh, 100, &err), K3_EIO);
+    CHECK(strstr(err.text, "a state of 100 positions can take 1.2 MiB, and 0.2 MiB are free") ||
+          !printf("    %s\n", err.text));
+    CHECK(!is_there(temp));
+    free_bytes = raw + K3_STATE_APP_MAX + (64 << 10);
+    CHECK_EQ_INT(k3_state_can_save(path_a, sh, 100, &err), 0);
+    free_bytes = 0;
+    k3_session_reset(at[0]);
+    CHECK(goes_on(at[0], 0, 100));
+    CHECK_EQ_INT(k3_session_save(at[0], path_a, NULL, 0, &info, &err), 0);
+    CHECK(info.file_bytes <= raw + K3_STATE_APP_MAX + (64 << 10));
+}
+
+/* A place without locks: its reason is named, what was made just now is written, what is found stays. */
+static void test_no_locks(void) {
+    char temp[96];
+    k3_error err = {{0}};
+    k3_cache_stats st;
+    snprintf(temp, sizeof temp, "%s.tmp", path_a);
+    k3_session_reset(at[0]);
+    CHECK(goes_on(at[0], 0, 20));
+    for (int i = 0; i < 2; i++) {
+        lock_fails = i ? EOPNOTSUPP : ENOLCK;
+        unlink(path_a);
+        CHECK_EQ_INT(k3_state_can_save(path_a, NULL, 0, &err), 0);
+        CHECK(!is_there(temp));
+        CHECK_EQ_INT(k3_session_save(at[0], path_a, NULL, 0, NULL, &err), 0);
+        CHECK(!is_there(temp) && is_there(path_a));
+        CHECK_EQ_INT(k3_session_load(at[1], path_a, NULL, NULL, NULL, &err), 0);
+        file_write(temp, "", 0);
+        chmod(temp, 0600);
+        save_refused(temp, strerror(lock_fails));
+        unlink(temp);
+        k3_cache *c = cache_open(way[0], 0);
+        CHECK_EQ_INT(k3_cache_store(c, at[0], &err), 0);
+        k3_cache_get_stats(c, &st);
+        CHECK(st.stored == 1 && st.n_entries == 1);
+        k3_cache_close(c);
+        lock_fails = 0;
+        CHECK_EQ_INT(k3_cache_trim(cache_dir, 0, NULL, &err), 1);
+    }
+}
+
+/* A cache is believed: nobody else may be able to put a state there. */
+static void test_cache_foreign(void) {
+    k3_error err = {{0}};
+    k3_cache *c = cache_open(way[0], 0);
+    k3_session_reset(at[0]);
+    CHECK(goes_on(at[0], 0, 20));
+    CHECK_EQ_INT(k3_cache_store(c, at[0], &err), 0);
+    listing l = cache_list();
+    CHECK_EQ_INT(l.n, 1);
+    for (int i = 0; i < 2 && l.n == 1; i++) {
+        bool is_foreign = i ? geteuid() == 0 && chown(l.path[0], 12345, (gid_t)-1) == 0
+                            : chmod(l.path[0], 0666) == 0;
+        if (!is_foreign) continue;
+        n_notes = 0;
+        CHECK(!k3_cache_has(c, ids, 20));
+        CHECK_EQ_INT(k3_cache_restore(c, at[1], ids, 30, &err), 0);
+        CHECK(n_notes == 1 && strstr(last_note, i ? "belongs to user 12345" : "mode 0666"));
+        CHECK_EQ_INT(k3_cache_store(c, at[0], &err), 0); /* ours takes its place */
+        CHECK_EQ_INT(k3_cache_restore(c, at[1], ids, 30, &err), 20);
+    }
+    k3_cache_close(c);
+    CHECK(chmod(cache_dir, 0777) == 0);
+    CHECK_EQ_INT(k3_cache_open(&c, way[0], cache_dir, 0, &err), K3_EIO);
+    CHECK(strstr(err.text, "others may write to it (mode 0777)"));
+    CHECK(chmod(cache_dir, 0700) == 0);
+    if (geteuid() == 0 && CHECK(chown(cache_dir, 12345, (gid_t)-1) == 0)) {
+        CHECK_EQ_INT(k3_cache_open(&c, way[0], cache_dir, 0, &err), K3_EIO);
+        CHECK(strstr(err.text, "belongs to user 12345"));
+        CHECK(chown(cache_dir, 0, (gid_t)-1) == 0);
+    }
+    k3_cache_trim(cache_dir, 0, NULL, &err);
+}
+
 /* A process that does nothing but save is killed wherever it is: the file is always a whole one, and
  * the next to save takes the half one over. */
 static void test_save_killed(void) {
@@ -1393,6 +1548,10 @@ int main(int argc, char **argv) {
     test_repaired();
     test_touched();
     test_save_errors();
+    test_save_foreign();
+    test_save_room();
+    test_no_locks();
+    test_cache_foreign();
     test_save_killed();
     test_snapshots();
     test_plan();
