@@ -3314,7 +3314,11 @@ static int sums_create(const k3_engine *e, sums_out *o, k3_error *err) {
         return fail(err, K3_EIO, "%s: not a regular file; name another with --sums FILE", o->path);
     snprintf(o->part, sizeof o->part, "%s.part", o->path);
     int rc = k3_temp_open(o->part, K3_TEMP_PUBLIC, &o->fd, err);
-    return rc ? fail_in(err, K3_EIO, "sums (--sums FILE names another place)") : 0;
+    if (rc == 0) return 0;
+    size_t n = err ? strlen(err->text) : 0;
+    if (err)
+        snprintf(err->text + n, sizeof err->text - n, "; --sums FILE names another place");
+    return K3_EIO;
 }
 
 static void sums_abandon(sums_out *o) {
