@@ -53,7 +53,7 @@ ALL_CFLAGS += $(if $(K3_CURL),-DK3_CURL)
 DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/k3/demo"'
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
-PARTS   = $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
+PARTS   = $(BUILD)/k3_temp.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 COMMANDS = $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(BUILD)/k3_gpu.o
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
@@ -165,7 +165,7 @@ $(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o
 
 # Client and server in one program, so without the client's object.
 $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c tier_server.c tier_client.c tier_keep.h \
-  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/tier_dial.o $(BUILD)/tier_tls.o $(KERNELS)
+  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_temp.o $(BUILD)/tier_dial.o $(BUILD)/tier_tls.o $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ tests/fuzz_tier.c \
 	  tests/fuzz_replay.c $(filter %.o,$^) $(K3_LIBS)

@@ -36,6 +36,7 @@
 #include "k3_common.h"
 #include "k3_error.h"
 #include "k3_state.h"
+#include "k3_temp.h"
 
 #define K3_KERNELS_ELEMENTWISE
 #include "kernels.h"
@@ -57,7 +58,6 @@
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
-#include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -2299,6 +2299,7 @@ struct k3_engine {
     struct scratch *scratch;     /* one step at a time uses it */
     pthread_mutex_t step, accounts; /* the latter guards the ledger and the fingerprint */
     k3_fingerprints print;       /* sampled 0: not yet asked for (section 14)        */
+    uint64_t stamp;              /* of the files when they were opened (section 14)  */
     k3_stats stats;
     tier *far; /* the far boxes; NULL: none */
     void *far_block;
@@ -3313,14 +3314,12 @@ static int sums_create(const k3_engine *e, sums_out *o, k3_error *err) {
     if (stat(o->path, &st) == 0 && !S_ISREG(st.st_mode))
         return fail(err, K3_EIO, "%s: not a regular file; name another with --sums FILE", o->path);
     snprintf(o->part, sizeof o->part, "%s.part", o->path);
-    o->fd = open(o->part, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
-    if (o->fd < 0)
-        return fail(err, K3_EIO, "%s: %s; name another place with --sums FILE", o->part,
-                    strerror(errno));
-    if (flock(o->fd, LOCK_EX | LOCK_NB) == 0) return 0;
-    close(o->fd); /* the other's, whatever becomes of it */
-    o->fd = -1;
-    return fail(err, K3_EIO, "%s: another process is writing it", o->part);
+    int rc = k3_temp_open(o->part, K3_TEMP_PUBLIC, &o->fd, err);
+    if (rc == 0) return 0;
+    size_t n = err ? strlen(err->text) : 0;
+    if (err)
+        snprintf(err->text + n, sizeof err->text - n, "; --sums FILE names another place");
+    return K3_EIO;
 }
 
 static void sums_abandon(sums_out *o) {
@@ -3384,8 +3383,9 @@ static int sums_save(const k3_engine *e, sums_out *o, uint64_t fingerprint, bool
     end = XXH3_64bits_withSeed(e->sums.sum, (size_t)n_bytes, XXH3_64bits(head, SUMS_HEAD));
     bool is_ok = ftruncate(o->fd, 0) == 0 && slice_write_all(o->fd, head, SUMS_HEAD) &&
                  slice_write_all(o->fd, e->sums.sum, n_bytes) && slice_write_all(o->fd, &end, 8) &&
-                 fsync(o->fd) == 0 && rename(o->part, o->path) == 0;
+                 fsync(o->fd) == 0;
     if (!is_ok) return fail(err, K3_EIO, "%s: %s", o->path, strerror(errno));
+    if ((rc = k3_temp_rename(o->fd, o->part, o->path, err)) < 0) return rc;
     close(o->fd);
     o->fd = -1;
     return 0;
@@ -5524,6 +5524,28 @@ int k3_engine_fingerprints(k3_engine *e, k3_fingerprints *out, k3_error *err) {
     return rc;
 }
 
+/* XXH3 over name, size and time of the last change of every file of weights, mirrors included. Nobody can
+ * write to a file, or put another in its place, without a new ctime; a copy has another too. 0: unknown. */
+static uint64_t files_stamp(const k3_engine *e) {
+    uint64_t h = 1;
+    for (uint32_t i = 0; i < e->files.n_shards; i++)
+        for (int k = 0; k < e->io.n_copies; k++) {
+            const shard *x = &e->files.shards[i];
+            struct stat st;
+            if (x->fd[k] < 0) continue;
+            if (fstat(x->fd[k], &st) != 0) return 0;
+            const uint64_t v[] = {(uint64_t)st.st_size, (uint64_t)st.st_ctim.tv_sec,
+                                  (uint64_t)st.st_ctim.tv_nsec, (uint64_t)k};
+            h = XXH3_64bits_withSeed(x->name, strlen(x->name), h);
+            h = XXH3_64bits_withSeed(v, sizeof v, h);
+        }
+    return e->files.n_shards ? h : 0;
+}
+
+uint64_t k3_state_stamp(const k3_engine *e) {
+    return e->stamp && files_stamp(e) == e->stamp ? e->stamp : 0;
+}
+
 /* ---- Snapshots ---- */
 
 struct k3_snapshot {
@@ -5896,6 +5918,7 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
         rc = fail(err, K3_ENOMEM, "out of memory for %u layers", e->sh.n_layers);
     if (rc == 0) rc = sums_open(e, err);
     if (rc == 0) rc = disk_open(e, err);
+    if (rc == 0) e->stamp = files_stamp(e); /* before any weight is read */
     if (rc == 0) rc = far_open(e, err);
     if (rc == 0) rc = engine_load(e, err);
     if (rc == 0) far_ready(e);

@@ -304,8 +304,10 @@ typedef struct {
 int k3_session_save(k3_session *s, const char *path, const void *app, size_t n_app,
                     k3_state_info *info, k3_error *err);
 
-/* Could a state be written to `path` now? Asked before the hours that make it. K3_EIO, K3_EUSAGE. */
-int k3_state_can_save(const char *path, k3_error *err);
+/* Could a state be written to `path` now? Asked before the hours that make it. With a `shape` also whether
+ * there is room for one of n_pos positions that does not shrink at all: a state of K3 is written in five
+ * sixths of that. A quota is not seen. Errors  K3_EIO, K3_EUSAGE; the text says both sizes */
+int k3_state_can_save(const char *path, const k3_shape *shape, uint64_t n_pos, k3_error *err);
 
 /* Put the session where the saved one was. `app`, `n_app` and `info` may be NULL; else *app is
  * the caller's to free(), and NULL when there is none. After an error the session is as new.
@@ -334,7 +336,8 @@ typedef struct {
     uint64_t hits, misses, restored_pos, stored, evicted; /* by this k3_cache             */
 } k3_cache_stats;
 
-/* Made if absent. Beyond `max_bytes` (0: no bound) the least recently used go; the entry being
+/* Made if absent. A directory that belongs to another user, or that others may write to, is refused
+ * (K3_EIO): what is in it is believed. Such entries are passed over with a note. Beyond `max_bytes` (0: no bound) the least recently used go; the entry being
  * written is not counted until it is whole. */
 int k3_cache_open(k3_cache **out, k3_engine *e, const char *dir, uint64_t max_bytes, k3_error *err);
 void k3_cache_close(k3_cache *c);
@@ -359,7 +362,8 @@ void k3_cache_get_stats(const k3_cache *c, k3_cache_stats *out);
 
 typedef struct {
     char numerics[32];
-    uint64_t fingerprint, n_pos, file_bytes, raw_bytes, n_app;
+    k3_fingerprints print;
+    uint64_t n_pos, file_bytes, raw_bytes, n_app;
     uint64_t n_doubtful; /* layers in which far boxes were believed and nobody compared */
     uint64_t used_s; /* last use: the file's modification time, Unix seconds */
 } k3_state_head;

@@ -1413,6 +1413,24 @@ static int run_context(run_state *r, uint64_t *context) {
 
 /* ---- State: --load, --save, --cache ---- */
 
+/* The positions that the timeline can reach. */
+static uint64_t run_most(const run_state *r, const k3_shape *sh) {
+    uint64_t n = r->n_loaded + r->prompt_ids.n, most = r->a->context;
+    if (!most) most = n <= DEFAULT_CONTEXT ? DEFAULT_CONTEXT : UINT64_MAX;
+    if (most > sh->max_position) most = sh->max_position;
+    return n >= most || r->a->tokens >= most - n ? most : n + r->a->tokens;
+}
+
+/* --save: a place that can be written to, with room for what it may come to. */
+static int run_save_ahead(const run_state *r) {
+    k3_error err = {{0}};
+    k3_shape sh;
+    bool is_known = k3_config_read(&sh, r->dir, NULL) == 0; /* else opening says why */
+    int status =
+        k3_state_can_save(r->a->save, is_known ? &sh : NULL, is_known ? run_most(r, &sh) : 0, &err);
+    return status < 0 ? fail(exit_code(status), "--save: %s", err.text) : DONE;
+}
+
 /* What can be refused before the weights are read; how long the loaded timeline is. */
 static int run_state_ahead(run_state *r) {
     const cli_args *a = r->a;
@@ -1420,13 +1438,12 @@ static int run_state_ahead(run_state *r) {
     k3_error err = {{0}};
     if (is_given(a, "--cache-size") && !a->cache)
         return fail(FAIL_USAGE, "--cache-size: of which cache? give --cache DIR as well");
-    int status = a->save ? k3_state_can_save(a->save, &err) : 0;
-    if (status < 0) return fail(exit_code(status), "--save: %s", err.text);
-    if (!a->load) return DONE;
-    status = k3_state_check(a->load, false, &head, &err);
-    if (status < 0) return fail_status(status, &err);
-    r->n_loaded = head.n_pos;
-    return DONE;
+    if (a->load) {
+        int status = k3_state_check(a->load, false, &head, &err);
+        if (status < 0) return fail_status(status, &err);
+        r->n_loaded = head.n_pos;
+    }
+    return a->save ? run_save_ahead(r) : DONE;
 }
 
 static int run_state_open(run_state *r) {
@@ -1467,16 +1484,31 @@ static void run_cache_restore(run_state *r) {
             (double)(clock_ns() - start) * 1e-9);
 }
 
-/* Run the prompt but for its last id and keep that: the same prompt again then runs one id. Short
- * prompts are run again as fast. */
-enum { CACHE_WORTH = 256 };
+/* Is a state worth its bytes? Yes when running the ids again takes longer than twice what reading it
+ * takes from a slow drive. A state of K3 has 465 MB, 1.9 s: less than one id takes that is streamed. Of a
+ * model that is all in memory a short prompt is not worth it. */
+#define CACHE_READ_PER_S 500e6
+static bool run_is_worth(const run_state *r, size_t n, double seconds) {
+    const k3_shape *sh = k3_engine_shape(r->e);
+    uint64_t bytes = sh->state_bytes + k3_session_pos(r->line.s) * sh->pos_bytes;
+    bool is_worth = seconds > 2 * (double)bytes / CACHE_READ_PER_S;
+    char size[32];
+    if (r->a->verbose)
+        say("cache: %zu positions of the prompt took %.3g s; their state of %s is %s", n, seconds,
+            fmt_bytes(size, bytes),
+            is_worth ? "kept: reading it is faster" : "not kept: running them again is as fast");
+    return is_worth;
+}
+
+/* Run the prompt but for its last id and keep that: the same prompt again then runs one id. */
 static int run_prompt_ahead(run_state *r, k3_error *err) {
     size_t n = r->prompt_ids.n - 1 - (size_t)r->n_restored;
-    if (!r->cache || n < CACHE_WORTH) return 0;
+    if (!r->cache || n == 0) return 0;
+    uint64_t start = clock_ns();
     int status =
         k3_session_feed(r->line.s, r->prompt_ids.id + r->n_restored, n, K3_ROWS_NONE, NULL, err);
     if (status < 0) return status;
-    run_cache_store(r);
+    if (run_is_worth(r, n, (double)(clock_ns() - start) * 1e-9)) run_cache_store(r);
     return (int)n;
 }
 
@@ -3249,7 +3281,7 @@ static int cache_visit(void *user, const char *path, const k3_state_head *head, 
     } else if (!w->checks) {
         if (localtime_r(&at, &tm)) strftime(used, sizeof used, "%Y-%m-%d %H:%M:%S", &tm);
         printf("%10llu positions %12s  %s  model %016llx  %s%s\n", (unsigned long long)head->n_pos,
-               fmt_bytes(size, head->file_bytes), used, (unsigned long long)head->fingerprint,
+               fmt_bytes(size, head->file_bytes), used, (unsigned long long)head->print.sampled,
                slash ? slash + 1 : path,
                head->n_doubtful > 0 ? "  with far answers that nobody compared" : "");
     }

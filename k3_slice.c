@@ -16,11 +16,11 @@
 #include "experts.h"
 #include "tier_dial.h"
 #include "slice.h"
+#include "k3_temp.h"
 
 #include <dirent.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sys/file.h>
 #include <sys/statvfs.h>
 #include <time.h>
 
@@ -392,11 +392,11 @@ static int list_open(slicing *s) {
     char path[4352], whole[4352], head[LIST_ROOM];
     size_t n = 0, n_head = slice_head_write(&s->man, head);
     slice there = {.n_done = 0};
+    k3_error err = {{0}};
     path_make(s, path, SLICE_PART);
-    s->fd_list = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
-    if (s->fd_list < 0) return fail(FAIL_IO, "%s: %s", path, strerror(errno));
-    if (flock(s->fd_list, LOCK_EX | LOCK_NB) != 0)
-        return fail(FAIL_IO, "%s: another process is writing this slice", path);
+    int taken = k3_temp_open(path, K3_TEMP_PUBLIC, &s->fd_list, &err);
+    if (taken > 0) return fail(FAIL_IO, "%s: another process is writing this slice", path);
+    if (taken < 0) return fail_status(taken, &err);
     path_make(s, whole, SLICE_NAME);
     if (access(whole, F_OK) == 0) { /* another process was, until just now */
         unlink(path);
@@ -483,7 +483,7 @@ static int shard_write(slicing *s, uint32_t i_shard) {
     shard_name(s, i_shard, name);
     path_make(s, path, name);
     snprintf(part, sizeof part, "%s.part", path);
-    int rc = DONE, fd = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
+    int rc = DONE, fd = slice_part_open(part);
     if (fd < 0 || !slice_write_all(fd, head, n_head)) rc = fail_write(part);
     free(head);
     if (rc == DONE) rc = shard_fill(s, fd, i_shard, part);

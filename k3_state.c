@@ -5,36 +5,56 @@
  * by a number that a file names (but for the caller's own bytes, at most K3_STATE_APP_MAX), and
  * every byte is under a checksum before it is used.
  *
- * The format, version 1. All numbers are little-endian.
+ * The format, version 2. All numbers are little-endian.
  *
- *   Header, 256 bytes                          Section header, 48 bytes
- *     0   8  "K3STATE\n"                         0   4  u32 kind: 1 ids, 2 app, 3 layer
- *     8   4  u32 version, 1                      4   4  u32 layer; 0 for ids and app
- *    12   4  u32 bytes of this header, 256       8   8  u64 first byte, in the whole array
- *    16  32  numerics id, NUL-padded            16   4  u32 n, bytes unpacked
- *    48   8  u64 model fingerprint              20  16  u32[4] bytes of each plane as stored;
- *    56   8  u64 positions                              n / planes: as it is, less: zstd
- *    64   8  u64 bytes of app                   36   4  0
- *    72   8  u64 sections                       40   8  u64 XXH3-64 of what is stored, seeded
- *    80   8  u64 bytes of the file                      with XXH3-64 of bytes [0, 40)
- *    88   8  u64 bytes unpacked                48       the planes as stored, lowest byte first
- *    96  16  u64[2] key, low half first
- *   112   4  u32 vocab_size                    Sections follow each other without a gap, each
- *   116   4  u32 layers                        at most 262,144 bytes unpacked and all but an
- *   120   4  u32 KDA heads                     array's last exactly that: first the ids, u32;
- *   124   4  u32 KDA head size                 then app, bytes as given; then the layers in
- *   128   4  u32 floats of a latent row        order. Ids and layers are split into four byte
- *   132   4  f32 eps of the lora norms         planes: plane b holds byte b of every element.
- *   136   8  u64 layers in doubt               App is one plane.
- *   144 104  0
+ *   Header, 256 bytes                          Table, 64 bytes for each section
+ *     0   8  "K3STATE\n"                         0  16  name, NUL-padded
+ *     8   4  u32 version, 2                     16   4  u32 flags; 1: required
+ *    12   4  u32 bytes of header and table      20   4  u32 planes, 1 or 4
+ *    16  32  numerics id, NUL-padded            24   8  u64 first byte in the file
+ *    48   8  u64 fingerprint, sampled           32   8  u64 bytes in the file
+ *    56   8  u64 the same by sums; 0: none      40   8  u64 bytes unpacked
+ *    64   8  u64 stamp of the files; 0: none    48   8  u64 what it is of, besides the model
+ *    72   8  u64 pieces                         56   8  0
+ *    80   8  u64 bytes of the file
+ *    88   8  u64 bytes unpacked               Piece, 48 bytes and what is stored
+ *    96  16  u64[2] key, low half first          0   4  u32 section: 1 is the table's first
+ *   112   4  u32 vocab_size                      4   4  u32 array of that section
+ *   116   4  u32 layers                          8   8  u64 first byte, in the whole array
+ *   120   4  u32 KDA heads                      16   4  u32 n, bytes unpacked
+ *   124   4  u32 KDA head size                  20  16  u32[4] bytes of each plane as stored;
+ *   128   4  u32 floats of a latent row                 n / planes: as it is, less: zstd
+ *   132   4  f32 eps of the lora norms          36   4  0
+ *   136   8  u64 layers in doubt                40   8  u64 XXH3-64 of what is stored, seeded
+ *   144   8  u64 positions                              with XXH3-64 of bytes [0, 40)
+ *   152   4  u32 sections, at most 32           48       the planes as stored, lowest byte first
+ *   156  84  0
+ *   240   8  u64 XXH3-64 of the table
  *   248   8  u64 XXH3-64 of bytes [0, 248)
  *
+ * Sections lie in the table's order behind it, without a gap. Each is one array after another, each array
+ * cut into pieces of 262,144 bytes unpacked and a last one with the rest. A reader skips a section whose
+ * name it does not know, or that is of something it does not have, unless the section is required: then
+ * it refuses the file by that name. Sections are split into byte planes: plane b holds byte b of every
+ * element.
+ *
+ *   "ids"     required  u32[positions]
+ *   "app"               the caller's bytes, in one plane; absent when there are none
+ *   "layers"  required  an array for each layer, in order. A KDA layer is f32 [heads][k][v], the state,
+ *                       then f32 [q, k, v][3][heads x d], the last three samples before the
+ *                       convolution, oldest first. An MLA layer is f32 [positions][latent row]:
+ *                       [c | k_pe], padded to groups of 32 with zeros, in each group first the even
+ *                       elements, then the odd ones.
+ *
  * Layers in doubt: those for which a far box's sums were taken and compared by nobody.
- * Key: XXH3-128 of numerics id (32 bytes), fingerprint (u64) and ids (u32 each).
- * A KDA layer is f32 [heads][k][v], the state, then f32 [q, k, v][3][heads x d], the last three
- * samples before the convolution, oldest first. An MLA layer is f32 [positions][latent row]:
- * [c | k_pe], padded to groups of 32 with zeros, in each group first the even elements, then the
- * odd ones.
+ * Stamp: XXH3-64 over name, size and time of the last change (ctime) of the model's files as this machine
+ * has them; it says that nobody touched them since, where there are no sums to tell.
+ * Key: XXH3-128 of numerics id (32 bytes), sampled fingerprint (u64), the fingerprint by sums or, when
+ * that is 0, the stamp (u64), and the ids (u32 each).
+ *
+ * Version 1 is read as well. It has no table: 156 is where its zeros begin, 56 are the positions, 64 the
+ * bytes of app, 144 is 0, and the three sections above, numbered 1 to 3, follow the header of 256 bytes.
+ * Its key has the sampled fingerprint alone.
  *
  * The upper plane of f32 holds sign and exponent and shrinks to under a half; mantissas are
  * noise, and zstd says so at once. What costs time is looking for repeats that are not there: a
@@ -43,6 +63,7 @@
  */
 #include "k3_error.h"
 #include "k3_state.h"
+#include "k3_temp.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -50,8 +71,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <time.h>
 #include <unistd.h>
 #define XXH_INLINE_ALL
@@ -124,25 +145,86 @@ static int write_at(int fd, const void *from, size_t n, uint64_t at, const char 
 /* ==== 2. Header ====================================================================== */
 
 #define HEAD_BYTES 256
+#define HEAD_TABLE_SUM 240
 #define HEAD_SUM 248 /* where the header's own checksum is */
-#define VERSION 1u
+#define ENTRY_BYTES 64
+#define MAX_ENTRIES 32
+#define VERSION 2u
+#define OLD_VERSION 1u
 static const uint8_t MAGIC[8] = {'K', '3', 'S', 'T', 'A', 'T', 'E', '\n'};
 
+/* What a state is of, or is read into. */
 typedef struct {
+    k3_session *s;
+    uint64_t n_pos, n_app;
+    uint8_t *app; /* reading, NULL: nobody wants it */
+} source;
+
+static bool ids_array(const source *x, uint32_t i, k3_state_array *out) {
+    *out = (k3_state_array){k3_state_ids(x->s), x->n_pos * sizeof(uint32_t)};
+    return i == 0;
+}
+
+static bool app_array(const source *x, uint32_t i, k3_state_array *out) {
+    *out = (k3_state_array){x->app, x->n_app};
+    return i == 0;
+}
+
+static bool layers_array(const source *x, uint32_t i, k3_state_array *out) {
+    if (i >= k3_engine_shape(k3_state_engine(x->s))->n_layers) return false;
+    k3_state_layer(x->s, i, x->n_pos, out);
+    return true;
+}
+
+/* The sections that this program knows, in the order it writes them; one without a byte is left out. A
+ * new one is a row here; an older program skips it unless it is required. A file may have others. */
+enum { IDS, APP, LAYERS, N_SECTIONS };
+typedef struct {
+    char name[17];
+    uint32_t n_planes;
+    bool is_required;
+    bool (*array)(const source *x, uint32_t i, k3_state_array *out); /* false: no array i */
+} section_kind;
+static const section_kind SECTION[N_SECTIONS] = {[IDS] = {"ids", 4, true, ids_array},
+                                                 [APP] = {"app", 1, false, app_array},
+                                                 [LAYERS] = {"layers", 4, true, layers_array}};
+#define FLAG_REQUIRED 1u
+
+static uint64_t section_raw(const source *x, int kind) {
+    k3_state_array a;
+    uint64_t n = 0;
+    for (uint32_t i = 0; SECTION[kind].array(x, i, &a); i++) n += a.n_bytes;
+    return n;
+}
+
+/* A line of the file's table. */
+typedef struct {
+    char name[17];
+    bool is_required;
+    uint32_t number;   /* in the pieces                                      */
+    uint32_t n_planes;
+    uint64_t first, n_stored, n_raw, of; /* first 0: version 1, nobody says  */
+    int kind; /* which of SECTION; -1: not one of them, or of something else */
+} section;
+
+typedef struct {
+    uint32_t version, n_sections;
     char numerics[32];
-    uint64_t fingerprint, n_pos, n_app, n_sections, file_bytes, raw_bytes;
+    k3_fingerprints print;
+    uint64_t stamp, n_pos, n_app, n_pieces, file_bytes, raw_bytes;
     uint64_t key[2], n_doubtful;
     uint32_t vocab_size, n_layers, kda_heads, kda_dim, kv_row;
     float eps_lora;
+    section section[MAX_ENTRIES];
 } head;
 
 /* What a state of this engine says of its model; the rest is 0. */
 static int head_of_engine(head *h, k3_engine *e, k3_error *err) {
-    k3_fingerprints print;
     const k3_shape *sh = k3_engine_shape(e);
     uint32_t n_mla = 0;
     memset(h, 0, sizeof *h);
     for (uint32_t il = 0; il < sh->n_layers; il++) n_mla += sh->is_mla[il];
+    h->version = VERSION;
     memcpy(h->numerics, K3_NUMERICS_ID, sizeof K3_NUMERICS_ID);
     h->vocab_size = sh->vocab_size;
     h->n_layers = sh->n_layers;
@@ -150,54 +232,207 @@ static int head_of_engine(head *h, k3_engine *e, k3_error *err) {
     h->kda_dim = sh->kda_dim;
     h->kv_row = n_mla ? (uint32_t)(sh->pos_bytes / n_mla / sizeof(float)) : 0;
     h->eps_lora = sh->eps_lora;
-    int rc = k3_engine_fingerprints(e, &print, err);
-    h->fingerprint = print.sampled;
-    return rc;
+    h->stamp = k3_state_stamp(e);
+    return k3_engine_fingerprints(e, &h->print, err);
 }
 
-static void head_write(const head *h, uint8_t out[HEAD_BYTES]) {
+/* Where a number of the header lies, in this version and the one before; 0: not there. */
+typedef struct {
+    uint32_t at, at_old;
+    void *p;
+} head_field;
+enum { N_WIDE = 11, N_NARROW = 6 };
+
+static void head_fields(head *h, head_field wide[N_WIDE], head_field narrow[N_NARROW]) {
+    const head_field w[N_WIDE] = {
+        {48, 48, &h->print.sampled}, {56, 0, &h->print.by_sums}, {64, 0, &h->stamp},
+        {72, 72, &h->n_pieces},      {80, 80, &h->file_bytes},   {88, 88, &h->raw_bytes},
+        {96, 96, &h->key[0]},        {104, 104, &h->key[1]},     {136, 136, &h->n_doubtful},
+        {144, 56, &h->n_pos},        {0, 64, &h->n_app}};
+    const head_field n[N_NARROW] = {{112, 112, &h->vocab_size}, {116, 116, &h->n_layers},
+                                    {120, 120, &h->kda_heads},  {124, 124, &h->kda_dim},
+                                    {128, 128, &h->kv_row},     {152, 0, &h->n_sections}};
+    memcpy(wide, w, sizeof w);
+    memcpy(narrow, n, sizeof n);
+}
+
+static void table_write(const head *h, uint8_t *out) {
+    memset(out, 0, (size_t)h->n_sections * ENTRY_BYTES);
+    for (uint32_t i = 0; i < h->n_sections; i++, out += ENTRY_BYTES) {
+        const section *x = &h->section[i];
+        memcpy(out, x->name, strlen(x->name));
+        put_u32(out + 16, x->is_required ? FLAG_REQUIRED : 0);
+        put_u32(out + 20, x->n_planes);
+        put_u64(out + 24, x->first);
+        put_u64(out + 32, x->n_stored);
+        put_u64(out + 40, x->n_raw);
+        put_u64(out + 48, x->of);
+    }
+}
+
+/* Header and table; HEAD_BYTES + n_sections x ENTRY_BYTES. */
+static size_t head_write(head *h, uint8_t out[HEAD_BYTES + MAX_ENTRIES * ENTRY_BYTES]) {
+    head_field wide[N_WIDE], narrow[N_NARROW];
+    size_t n = HEAD_BYTES + (size_t)h->n_sections * ENTRY_BYTES;
+    head_fields(h, wide, narrow);
     memset(out, 0, HEAD_BYTES);
     memcpy(out, MAGIC, sizeof MAGIC);
     put_u32(out + 8, VERSION);
-    put_u32(out + 12, HEAD_BYTES);
+    put_u32(out + 12, (uint32_t)n);
     memcpy(out + 16, h->numerics, sizeof h->numerics);
-    const uint64_t wide[] = {h->fingerprint, h->n_pos,     h->n_app,  h->n_sections,
-                             h->file_bytes,  h->raw_bytes, h->key[0], h->key[1]};
-    for (int i = 0; i < 8; i++) put_u64(out + 48 + 8 * i, wide[i]);
-    const uint32_t u[] = {h->vocab_size, h->n_layers, h->kda_heads, h->kda_dim, h->kv_row};
-    for (int i = 0; i < 5; i++) put_u32(out + 112 + 4 * i, u[i]);
+    for (int i = 0; i < N_WIDE; i++)
+        if (wide[i].at) memcpy(out + wide[i].at, wide[i].p, 8);
+    for (int i = 0; i < N_NARROW; i++) memcpy(out + narrow[i].at, narrow[i].p, 4);
     memcpy(out + 132, &h->eps_lora, 4);
-    put_u64(out + 136, h->n_doubtful);
+    table_write(h, out + HEAD_BYTES);
+    put_u64(out + HEAD_TABLE_SUM, XXH3_64bits(out + HEAD_BYTES, n - HEAD_BYTES));
     put_u64(out + HEAD_SUM, XXH3_64bits(out, HEAD_SUM));
+    return n;
 }
 
-/* What of a header can be judged without a model. */
+static int head_senseless(const char *name, k3_error *err) {
+    return fail(err, K3_ECHECK, "%s: damaged: the header makes no sense", name);
+}
+
+/* A name of a section: printable, and nothing behind its end. */
+static bool entry_name(char to[17], const uint8_t *in) {
+    memcpy(to, in, 16);
+    to[16] = 0;
+    size_t n = strlen(to);
+    for (size_t i = 0; i < n; i++)
+        if (to[i] <= ' ' || to[i] > '~') return false;
+    for (size_t i = n; i < 16; i++)
+        if (in[i]) return false;
+    return n > 0;
+}
+
+static int section_kind_of(const char *name) {
+    for (int k = 0; k < N_SECTIONS; k++)
+        if (strcmp(SECTION[k].name, name) == 0) return k;
+    return -1;
+}
+
+/* One line of the table; it begins where the one before ends. */
+static int entry_parse_section(head *h, uint32_t i, const uint8_t *in, const char *name,
+                               k3_error *err) {
+    section *x = &h->section[i];
+    uint32_t flags = get_u32(in + 16);
+    uint64_t at = i ? x[-1].first + x[-1].n_stored : HEAD_BYTES + h->n_sections * ENTRY_BYTES;
+    *x = (section){.number = i + 1,
+                   .is_required = flags & FLAG_REQUIRED,
+                   .n_planes = get_u32(in + 20),
+                   .first = get_u64(in + 24),
+                   .n_stored = get_u64(in + 32),
+                   .n_raw = get_u64(in + 40),
+                   .of = get_u64(in + 48)};
+    if (!entry_name(x->name, in)) return head_senseless(name, err);
+    x->kind = section_kind_of(x->name);
+    if (flags > FLAG_REQUIRED || get_u64(in + 56) || (x->n_planes != 1 && x->n_planes != 4) ||
+        x->first != at || x->n_stored > h->file_bytes - at || x->n_raw % x->n_planes ||
+        (x->kind >= 0 && x->n_planes != SECTION[x->kind].n_planes))
+        return head_senseless(name, err);
+    for (uint32_t j = 0; j < i; j++)
+        if (strcmp(h->section[j].name, x->name) == 0)
+            return fail(err, K3_ECHECK, "%s: damaged: section %s is there twice", name, x->name);
+    if (x->of != 0) x->kind = -1; /* none of those known is of anything yet */
+    if (x->kind == APP) h->n_app = x->n_raw;
+    if (x->kind >= 0) return 0;
+    if (!x->is_required) return 0;
+    return fail(err, K3_ECHECK,
+                "%s: needs section %s, which this program does not know: a newer one wrote it",
+                name, x->name);
+}
+
+static int table_parse(head *h, const uint8_t *in, const char *name, k3_error *err) {
+    uint64_t raw = 0, end = HEAD_BYTES + h->n_sections * ENTRY_BYTES;
+    uint32_t there = 0;
+    for (uint32_t i = 0; i < h->n_sections; i++, in += ENTRY_BYTES) {
+        const section *x = &h->section[i];
+        int rc = entry_parse_section(h, i, in, name, err);
+        if (rc < 0) return rc;
+        raw += x->n_raw;
+        end = x->first + x->n_stored;
+        if (x->kind >= 0) there |= 1u << x->kind;
+    }
+    for (int k = 0; k < N_SECTIONS; k++)
+        if (SECTION[k].is_required && !(there & 1u << k))
+            return fail(err, K3_ECHECK, "%s: damaged: section %s is missing", name,
+                        SECTION[k].name);
+    if (end != h->file_bytes || raw != h->raw_bytes || h->n_app > K3_STATE_APP_MAX)
+        return head_senseless(name, err);
+    return 0;
+}
+
+/* What version 1 has instead of a table. */
+static int table_of_old(head *h, const char *name, k3_error *err) {
+    uint64_t n_ids = h->n_pos * sizeof(uint32_t);
+    const uint64_t raw[N_SECTIONS] = {n_ids, h->n_app, h->raw_bytes - n_ids - h->n_app};
+    if (h->n_app > K3_STATE_APP_MAX || h->raw_bytes < n_ids + h->n_app || raw[LAYERS] % 4)
+        return head_senseless(name, err);
+    for (int k = 0; k < N_SECTIONS; k++) {
+        if (raw[k] == 0) continue;
+        section *x = &h->section[h->n_sections++];
+        *x = (section){.number = (uint32_t)k + 1,
+                       .is_required = SECTION[k].is_required,
+                       .n_planes = SECTION[k].n_planes,
+                       .n_raw = raw[k],
+                       .kind = k};
+        memcpy(x->name, SECTION[k].name, sizeof x->name);
+    }
+    return 0;
+}
+
+/* What of a header can be judged without a model, but for the table. */
 static int head_parse(head *h, const uint8_t in[HEAD_BYTES], uint64_t size, const char *name,
                       k3_error *err) {
+    head_field wide[N_WIDE], narrow[N_NARROW];
+    memset(h, 0, sizeof *h);
+    head_fields(h, wide, narrow);
     if (memcmp(in, MAGIC, sizeof MAGIC) != 0)
         return fail(err, K3_ECHECK, "%s: not a k3 state file", name);
-    if (get_u32(in + 8) != VERSION)
-        return fail(err, K3_ECHECK, "%s: a state file of version %u; this program reads version %u",
-                    name, get_u32(in + 8), VERSION);
-    if (get_u64(in + HEAD_SUM) != XXH3_64bits(in, HEAD_SUM) || get_u32(in + 12) != HEAD_BYTES)
+    h->version = get_u32(in + 8);
+    bool is_old = h->version == OLD_VERSION;
+    if (h->version != VERSION && !is_old)
+        return fail(err, K3_ECHECK,
+                    "%s: a state file of version %u; this program reads versions %u and %u", name,
+                    h->version, OLD_VERSION, VERSION);
+    if (get_u64(in + HEAD_SUM) != XXH3_64bits(in, HEAD_SUM))
         return fail(err, K3_ECHECK, "%s: damaged: the header's checksum does not match", name);
     memcpy(h->numerics, in + 16, sizeof h->numerics);
-    uint64_t *const wide[] = {&h->fingerprint, &h->n_pos,     &h->n_app,  &h->n_sections,
-                              &h->file_bytes,  &h->raw_bytes, &h->key[0], &h->key[1]};
-    for (int i = 0; i < 8; i++) *wide[i] = get_u64(in + 48 + 8 * i);
-    uint32_t *const u[] = {&h->vocab_size, &h->n_layers, &h->kda_heads, &h->kda_dim, &h->kv_row};
-    for (int i = 0; i < 5; i++) *u[i] = get_u32(in + 112 + 4 * i);
+    for (int i = 0; i < N_WIDE; i++) {
+        uint32_t at = is_old ? wide[i].at_old : wide[i].at;
+        if (at) memcpy(wide[i].p, in + at, 8);
+    }
+    for (int i = 0; i < N_NARROW; i++) {
+        uint32_t at = is_old ? narrow[i].at_old : narrow[i].at;
+        if (at) memcpy(narrow[i].p, in + at, 4);
+    }
     memcpy(&h->eps_lora, in + 132, 4);
-    h->n_doubtful = get_u64(in + 136);
     bool is_blank = h->numerics[sizeof h->numerics - 1] == 0;
-    for (int i = 144; i < HEAD_SUM; i++) is_blank = is_blank && in[i] == 0;
-    if (!is_blank || h->n_pos == 0 || h->n_pos > 1u << 30 || h->n_app > K3_STATE_APP_MAX)
-        return fail(err, K3_ECHECK, "%s: damaged: the header makes no sense", name);
+    for (int i = is_old ? 144 : 156; i < (is_old ? HEAD_SUM : HEAD_TABLE_SUM); i++)
+        is_blank = is_blank && in[i] == 0;
+    if (!is_blank || h->n_pos == 0 || h->n_pos > 1u << 30 || h->n_sections > MAX_ENTRIES ||
+        get_u32(in + 12) != HEAD_BYTES + h->n_sections * ENTRY_BYTES)
+        return head_senseless(name, err);
     if (h->file_bytes != size)
         return fail(err, K3_ECHECK, "%s: %s: %llu bytes, and the header says %llu", name,
                     size < h->file_bytes ? "cut short" : "too long", (unsigned long long)size,
                     (unsigned long long)h->file_bytes);
-    return 0;
+    return h->file_bytes < get_u32(in + 12) ? head_senseless(name, err) : 0;
+}
+
+/* Header and table of an open file of `size` bytes. */
+static int head_read(head *h, int fd, uint64_t size, const char *name, k3_error *err) {
+    uint8_t in[HEAD_BYTES], table[MAX_ENTRIES * ENTRY_BYTES];
+    int rc = read_at(fd, in, sizeof in, 0, name, err);
+    if (rc == 0) rc = head_parse(h, in, size, name, err);
+    if (rc < 0) return rc;
+    if (h->version == OLD_VERSION) return table_of_old(h, name, err);
+    size_t n = h->n_sections * (size_t)ENTRY_BYTES;
+    if ((rc = read_at(fd, table, n, HEAD_BYTES, name, err)) < 0) return rc;
+    if (XXH3_64bits(table, n) != get_u64(in + HEAD_TABLE_SUM))
+        return fail(err, K3_ECHECK, "%s: damaged: the table's checksum does not match", name);
+    return table_parse(h, table, name, err);
 }
 
 /* Is it a state of this model? Says the first thing that differs. */
@@ -220,12 +455,30 @@ static int head_match(const head *h, const head *own, const char *name, k3_error
     if (memcmp(&h->eps_lora, &own->eps_lora, sizeof h->eps_lora) != 0)
         return fail(err, K3_ECHECK, "%s: made with a lora eps of %g, this run has %g (--lora-eps)",
                     name, (double)h->eps_lora, (double)own->eps_lora);
-    if (h->fingerprint != own->fingerprint)
+    if (h->print.sampled != own->print.sampled)
         return fail(err, K3_ECHECK,
                     "%s: a state of another model: same geometry, but fingerprint %016llx there "
                     "and %016llx here: other weights or constants",
-                    name, (unsigned long long)h->fingerprint, (unsigned long long)own->fingerprint);
+                    name, (unsigned long long)h->print.sampled,
+                    (unsigned long long)own->print.sampled);
+    if (h->print.by_sums && own->print.by_sums && h->print.by_sums != own->print.by_sums)
+        return fail(err, K3_ECHECK,
+                    "%s: a state of other weights: the sums say %016llx there and %016llx here. "
+                    "They differ where no sample looks: damaged weights, perhaps, then or now; "
+                    "`k3 verify` tells, and make the state again",
+                    name, (unsigned long long)h->print.by_sums,
+                    (unsigned long long)own->print.by_sums);
     return 0;
+}
+
+/* What there is to say when nobody knows whether the weights are those of the state; NULL: it is known
+ * that they are. */
+static const char *head_unknown(const head *h, const head *own) {
+    if (h->print.by_sums && own->print.by_sums) return NULL;
+    if (h->stamp && h->stamp == own->stamp) return NULL;
+    if (h->version == OLD_VERSION) return "it is of an older form, which has no sums";
+    if (!h->print.by_sums) return "it was made without sums, from files changed or copied since";
+    return "this run has no sums, and the files are not those it was made from";
 }
 
 /* Start a key; the ids follow. NULL: out of memory. */
@@ -233,8 +486,10 @@ static XXH3_state_t *key_begin(const head *h) {
     XXH3_state_t *x = XXH3_createState();
     if (!x) return NULL;
     XXH3_128bits_reset(x);
+    const uint64_t best = h->print.by_sums ? h->print.by_sums : h->stamp;
     XXH3_128bits_update(x, h->numerics, sizeof h->numerics);
-    XXH3_128bits_update(x, &h->fingerprint, sizeof h->fingerprint);
+    XXH3_128bits_update(x, &h->print.sampled, sizeof h->print.sampled);
+    if (h->version != OLD_VERSION) XXH3_128bits_update(x, &best, sizeof best);
     return x;
 }
 
@@ -253,75 +508,60 @@ static int key_of(const head *h, const uint32_t *ids, uint64_t n, uint64_t key[2
     return 0;
 }
 
-/* ==== 3. Sections ====================================================================
+/* ==== 3. Pieces ======================================================================
  *
- * A walk gives the pieces of a state in the file's order, the same to the one who writes and the
+ * A walk gives the pieces of a section in the file's order, the same to the one who writes and the
  * one who reads. A few pieces at a time are packed by as many threads, each in its own part of
  * the step's scratch; a piece never depends on another.
  */
-enum { KIND_IDS = 1, KIND_APP = 2, KIND_LAYER = 3 };
-#define SECTION_BYTES 48
-#define SECTION_SUM 40
+#define PIECE_HEAD 48
+#define PIECE_SUM 40
 #define PIECE_BYTES 262144u
 #define ZSTD_LEVEL (-256)
 #define CONTEXT_BYTES (384u << 10) /* a zstd context for one plane */
 #define MAX_WORKERS 64
 
 typedef struct {
-    uint32_t kind, il;
+    uint32_t section, array; /* by the section's number in the pieces */
     uint64_t offset;
-    uint32_t n;
+    uint32_t n, n_planes;
     uint8_t *p; /* NULL: nobody wants it */
 } piece;
 
 typedef struct {
-    k3_session *s;
-    uint64_t n_pos, n_app;
-    uint8_t *app;
+    const source *from;
+    const section *of;
     piece at; /* what comes next, but for n */
 } walk;
 
-/* The array the walk is in: its start and length. */
-static void walk_array(const walk *w, uint8_t **p, uint64_t *n_bytes) {
-    k3_state_array a = {k3_state_ids(w->s), w->n_pos * sizeof(uint32_t)};
-    if (w->at.kind == KIND_LAYER) k3_state_layer(w->s, w->at.il, w->n_pos, &a);
-    *p = w->at.kind == KIND_APP ? w->app : a.p;
-    *n_bytes = w->at.kind == KIND_APP ? w->n_app : a.n_bytes;
+static walk walk_begin(const source *from, const section *of) {
+    return (walk){from, of, {.section = of->number, .n_planes = of->n_planes}};
 }
 
 static bool walk_next(walk *w, piece *out) {
-    uint32_t n_layers = k3_engine_shape(k3_state_engine(w->s))->n_layers;
-    uint8_t *p;
-    uint64_t n_bytes;
-    if (w->at.kind == 0) w->at.kind = KIND_IDS;
+    k3_state_array a;
     for (;;) {
-        if (w->at.kind == KIND_LAYER && w->at.il == n_layers) return false;
-        walk_array(w, &p, &n_bytes);
-        if (w->at.offset < n_bytes) break;
+        if (!SECTION[w->of->kind].array(w->from, w->at.array, &a)) return false;
+        if (w->at.offset < a.n_bytes) break;
         w->at.offset = 0;
-        if (w->at.kind == KIND_LAYER)
-            w->at.il++;
-        else
-            w->at.kind++;
+        w->at.array++;
     }
+    uint64_t left = a.n_bytes - w->at.offset;
     *out = w->at;
-    out->n =
-        n_bytes - w->at.offset < PIECE_BYTES ? (uint32_t)(n_bytes - w->at.offset) : PIECE_BYTES;
-    out->p = p ? p + w->at.offset : NULL;
+    out->n = left < PIECE_BYTES ? (uint32_t)left : PIECE_BYTES;
+    out->p = a.p ? (uint8_t *)a.p + w->at.offset : NULL;
     w->at.offset += out->n;
     return true;
 }
 
-static uint32_t piece_planes(uint32_t kind) { return kind == KIND_APP ? 1 : 4; }
-
 /* One thread's part of the scratch. */
 typedef struct {
-    uint8_t *stored;   /* [SECTION_BYTES + PIECE_BYTES], section header first */
+    uint8_t *stored;   /* [PIECE_HEAD + PIECE_BYTES], piece header first  */
     uint8_t *planes;   /* [PIECE_BYTES]                                       */
     ZSTD_CCtx *packer; /* one of the two, in CONTEXT_BYTES */
     ZSTD_DCtx *unpacker;
     piece piece;
-    uint64_t at, n_stored; /* in the file, with and without the section header */
+    uint64_t at, n_stored; /* in the file, with and without the piece's header */
     int rc;
     k3_error err;
 } worker;
@@ -371,20 +611,20 @@ static void planes_join(uint8_t *out, const uint8_t *const plane[4], size_t n) {
                 a[i] | (uint32_t)b[i] << 8 | (uint32_t)c[i] << 16 | (uint32_t)d[i] << 24);
 }
 
-/* w->piece into w->stored, section header and all. Cannot fail: what zstd will not shrink is
+/* w->piece into w->stored, its header and all. Cannot fail: what zstd will not shrink is
  * stored as it is. */
-static void section_pack(worker *w) {
+static void piece_pack(worker *w) {
     const piece *p = &w->piece;
-    uint32_t n_planes = piece_planes(p->kind), n = p->n / n_planes;
-    uint8_t *head48 = w->stored, *out = w->stored + SECTION_BYTES;
+    uint32_t n_planes = p->n_planes, n = p->n / n_planes;
+    uint8_t *head48 = w->stored, *out = w->stored + PIECE_HEAD;
     const uint8_t *in = p->p;
     if (n_planes == 4) {
         planes_split(w->planes, p->p, n);
         in = w->planes;
     }
-    memset(head48, 0, SECTION_BYTES);
-    put_u32(head48, p->kind);
-    put_u32(head48 + 4, p->il);
+    memset(head48, 0, PIECE_HEAD);
+    put_u32(head48, p->section);
+    put_u32(head48 + 4, p->array);
     put_u64(head48 + 8, p->offset);
     put_u32(head48 + 16, p->n);
     for (uint32_t b = 0; b < n_planes; b++) {
@@ -396,20 +636,20 @@ static void section_pack(worker *w) {
         put_u32(head48 + 20 + 4 * b, (uint32_t)got);
         out += got;
     }
-    w->n_stored = (uint64_t)(out - w->stored) - SECTION_BYTES;
-    put_u64(head48 + SECTION_SUM,
-            XXH3_64bits_withSeed(w->stored + SECTION_BYTES, (size_t)w->n_stored,
-                                 XXH3_64bits(head48, SECTION_SUM)));
+    w->n_stored = (uint64_t)(out - w->stored) - PIECE_HEAD;
+    put_u64(head48 + PIECE_SUM,
+            XXH3_64bits_withSeed(w->stored + PIECE_HEAD, (size_t)w->n_stored,
+                                 XXH3_64bits(head48, PIECE_SUM)));
 }
 
-/* Take a section header, already in w->stored, as that of w->piece: n_stored follows from it.
+/* Take a piece's header, already in w->stored, as that of w->piece: n_stored follows from it.
  * False when it is not one. */
-static bool section_measure(worker *w) {
+static bool piece_measure(worker *w) {
     const uint8_t *in = w->stored;
     const piece *p = &w->piece;
-    uint32_t n_planes = piece_planes(p->kind), n = p->n / n_planes;
+    uint32_t n_planes = p->n_planes, n = p->n / n_planes;
     w->n_stored = 0;
-    if (get_u32(in) != p->kind || get_u32(in + 4) != p->il || get_u64(in + 8) != p->offset ||
+    if (get_u32(in) != p->section || get_u32(in + 4) != p->array || get_u64(in + 8) != p->offset ||
         get_u32(in + 16) != p->n || get_u32(in + 36) != 0)
         return false;
     for (uint32_t b = 0; b < 4; b++) {
@@ -420,25 +660,25 @@ static bool section_measure(worker *w) {
     return true;
 }
 
-static int section_damaged(const worker *w, const char *name, k3_error *err) {
-    static const char *const kind[] = {"", "ids", "app", "layer"};
+static int piece_damaged(const worker *w, const section *x, const char *name, k3_error *err) {
+    const char *noun = x->kind == LAYERS ? "layer" : x->name;
     char which[24] = "";
-    if (w->piece.kind == KIND_LAYER) snprintf(which, sizeof which, " %u", w->piece.il);
-    return fail(err, K3_ECHECK, "%s: damaged: %s%s, section at offset 0x%llx", name,
-                kind[w->piece.kind], which, (unsigned long long)w->at);
+    if (x->kind == LAYERS) snprintf(which, sizeof which, " %u", w->piece.array);
+    return fail(err, K3_ECHECK, "%s: damaged: %s%s, section at offset 0x%llx", name, noun, which,
+                (unsigned long long)w->at);
 }
 
 /* Read what is stored of w->piece, check it, and unpack it to where it belongs. */
-static void section_unpack(worker *w, int fd, const char *name) {
+static void piece_unpack(worker *w, int fd, const section *x, const char *name) {
     const piece *p = &w->piece;
-    uint32_t n_planes = piece_planes(p->kind), n = p->n / n_planes;
-    const uint8_t *in = w->stored + SECTION_BYTES, *plane[4];
-    w->rc = read_at(fd, w->stored + SECTION_BYTES, (size_t)w->n_stored, w->at + SECTION_BYTES, name,
+    uint32_t n_planes = p->n_planes, n = p->n / n_planes;
+    const uint8_t *in = w->stored + PIECE_HEAD, *plane[4];
+    w->rc = read_at(fd, w->stored + PIECE_HEAD, (size_t)w->n_stored, w->at + PIECE_HEAD, name,
                     &w->err);
     if (w->rc < 0) return;
     bool is_whole =
-        get_u64(w->stored + SECTION_SUM) ==
-        XXH3_64bits_withSeed(in, (size_t)w->n_stored, XXH3_64bits(w->stored, SECTION_SUM));
+        get_u64(w->stored + PIECE_SUM) ==
+        XXH3_64bits_withSeed(in, (size_t)w->n_stored, XXH3_64bits(w->stored, PIECE_SUM));
     for (uint32_t b = 0; is_whole && b < n_planes; b++) {
         uint32_t n_stored = get_u32(w->stored + 20 + 4 * b);
         plane[b] = in;
@@ -450,7 +690,7 @@ static void section_unpack(worker *w, int fd, const char *name) {
         in += n_stored;
     }
     if (!is_whole)
-        w->rc = section_damaged(w, name, &w->err);
+        w->rc = piece_damaged(w, x, name, &w->err);
     else if (p->p && n_planes == 4)
         planes_join(p->p, plane, n);
     else if (p->p)
@@ -463,82 +703,170 @@ static void section_unpack(worker *w, int fd, const char *name) {
  * from the page cache, and one core copies no faster than a good drive.
  */
 
-/* Section by section to `fd`, over what an earlier writer left there, then the header, which makes it a
- * state. `h` is that of the engine; what the writing finds out is filled in. */
+typedef struct {
+    worker w[MAX_WORKERS];
+    int n;
+    int fd;
+    const char *name;
+    k3_error *err;
+} crew;
+
+/* The step's scratch is the crew's until k3_state_end. */
+static void crew_open(crew *c, k3_engine *e, bool packs, int fd, const char *name, k3_error *err) {
+    uint64_t room;
+    uint8_t *scratch = k3_state_begin(e, &room);
+    c->n = workers_open(c->w, scratch, room, k3_engine_threads(e), packs);
+    c->fd = fd;
+    c->name = name;
+    c->err = err;
+}
+
+/* What the first n workers met with. */
+static int crew_status(const crew *c, int n) {
+    for (int i = 0; i < n; i++)
+        if (c->w[i].rc < 0) return fail(c->err, c->w[i].rc, "%s", c->w[i].err.text);
+    return 0;
+}
+
+/* The drive begins now, not at the fsync. */
+static void write_begin(int fd, uint64_t from, uint64_t n) {
+#ifdef SYNC_FILE_RANGE_WRITE
+    if (n) sync_file_range(fd, (off_t)from, (off_t)n, SYNC_FILE_RANGE_WRITE);
+#else
+    (void)fd, (void)from, (void)n;
+#endif
+}
+
+/* One section, at the file's end so far. */
+static int section_write(crew *c, const source *from, head *h, section *x) {
+    walk at = walk_begin(from, x);
+    int rc = 0;
+    x->first = h->file_bytes;
+    for (int n = c->n; rc == 0 && n == c->n;) {
+        for (n = 0; n < c->n && walk_next(&at, &c->w[n].piece); n++) c->w[n].rc = 0;
+#pragma omp parallel for num_threads(c->n) schedule(static)
+        for (int i = 0; i < n; i++) piece_pack(&c->w[i]); /* no floating point here */
+        uint64_t begin = h->file_bytes;
+        for (int i = 0; i < n; i++) {
+            c->w[i].at = h->file_bytes;
+            h->file_bytes += PIECE_HEAD + c->w[i].n_stored;
+        }
+#pragma omp parallel for num_threads(c->n) schedule(static)
+        for (int i = 0; i < n; i++)
+            c->w[i].rc = write_at(c->fd, c->w[i].stored, PIECE_HEAD + (size_t)c->w[i].n_stored,
+                                  c->w[i].at, c->name, &c->w[i].err);
+        rc = crew_status(c, n);
+        h->n_pieces += (uint64_t)n;
+        write_begin(c->fd, begin, h->file_bytes - begin);
+    }
+    x->n_stored = h->file_bytes - x->first;
+    h->raw_bytes += x->n_raw;
+    return rc;
+}
+
+/* The table of a state to be, but for places and lengths. */
+static void table_plan(head *h, const source *from) {
+    h->n_sections = 0;
+    for (int k = 0; k < N_SECTIONS; k++) {
+        uint64_t n = section_raw(from, k);
+        if (n == 0) continue;
+        section *x = &h->section[h->n_sections++];
+        *x = (section){.number = h->n_sections,
+                       .is_required = SECTION[k].is_required,
+                       .n_planes = SECTION[k].n_planes,
+                       .n_raw = n,
+                       .kind = k};
+        memcpy(x->name, SECTION[k].name, sizeof x->name);
+    }
+    h->file_bytes = HEAD_BYTES + (uint64_t)h->n_sections * ENTRY_BYTES;
+}
+
+/* Section by section to `fd`, over what an earlier writer left there, then header and table, which make
+ * it a state. `h` is that of the engine; what the writing finds out is filled in. */
 static int state_write(k3_session *s, int fd, const char *name, const void *app, uint64_t n_app,
                        head *h, k3_error *err) {
     k3_engine *e = k3_state_engine(s);
-    worker w[MAX_WORKERS];
+    crew c;
     size_t n_ids;
     const uint32_t *ids = k3_session_ids(s, &n_ids);
+    const source from = {s, n_ids, n_app, (uint8_t *)app}; /* read only */
     h->n_pos = n_ids;
     h->n_app = n_app;
     h->n_doubtful = k3_state_doubtful(s);
-    h->file_bytes = HEAD_BYTES;
     int rc = key_of(h, ids, n_ids, h->key, err);
     if (rc < 0) return rc;
     if (ftruncate(fd, 0) != 0)
         return fail(err, K3_EIO, "%s: cannot be written anew: %s", name, strerror(errno));
-    uint64_t room;
-    uint8_t *scratch = k3_state_begin(e, &room);
-    int n_workers = workers_open(w, scratch, room, k3_engine_threads(e), true), n = n_workers;
-    walk at = {.s = s, .n_pos = n_ids, .n_app = n_app, .app = (uint8_t *)app}; /* read only */
-    while (rc == 0 && n == n_workers) {
-        for (n = 0; n < n_workers && walk_next(&at, &w[n].piece); n++) w[n].rc = 0;
-#pragma omp parallel for num_threads(n_workers) schedule(static)
-        for (int i = 0; i < n; i++) section_pack(&w[i]); /* no floating point here */
-        uint64_t from = h->file_bytes;
-        for (int i = 0; i < n; i++) {
-            w[i].at = h->file_bytes;
-            h->file_bytes += SECTION_BYTES + w[i].n_stored;
-            h->raw_bytes += w[i].piece.n;
-        }
-#pragma omp parallel for num_threads(n_workers) schedule(static)
-        for (int i = 0; i < n; i++)
-            w[i].rc = write_at(fd, w[i].stored, SECTION_BYTES + (size_t)w[i].n_stored, w[i].at,
-                               name, &w[i].err);
-        for (int i = n - 1; i >= 0; i--)
-            if (w[i].rc < 0) rc = fail(err, w[i].rc, "%s", w[i].err.text);
-        h->n_sections += (uint64_t)n;
-#ifdef SYNC_FILE_RANGE_WRITE
-        /* The drive begins now, not at the fsync. */
-        if (n)
-            sync_file_range(fd, (off_t)from, (off_t)(h->file_bytes - from), SYNC_FILE_RANGE_WRITE);
-#else
-        (void)from;
-#endif
-    }
+    table_plan(h, &from);
+    crew_open(&c, e, true, fd, name, err);
+    for (uint32_t i = 0; i < h->n_sections && rc == 0; i++)
+        rc = section_write(&c, &from, h, &h->section[i]);
     k3_state_end(e);
-    uint8_t head256[HEAD_BYTES];
-    head_write(h, head256);
-    return rc < 0 ? rc : write_at(fd, head256, sizeof head256, 0, name, err);
+    uint8_t bytes[HEAD_BYTES + MAX_ENTRIES * ENTRY_BYTES];
+    size_t n = head_write(h, bytes);
+    return rc < 0 ? rc : write_at(fd, bytes, n, 0, name, err);
+}
+
+/* What was read so far of a state. */
+typedef struct {
+    uint64_t at, raw, n_pieces;
+} reading;
+
+static int reading_misfit(const char *name, k3_error *err) {
+    return fail(err, K3_ECHECK, "%s: damaged: header and sections do not fit together", name);
+}
+
+/* One section into where it belongs. */
+static int section_read(crew *c, const source *to, const section *x, reading *r) {
+    walk next = walk_begin(to, x);
+    int rc = 0;
+    if (x->n_raw != section_raw(to, x->kind)) return reading_misfit(c->name, c->err);
+    for (int n = c->n; rc == 0 && n == c->n;) {
+        for (n = 0; rc == 0 && n < c->n && walk_next(&next, &c->w[n].piece); n++) {
+            worker *w = &c->w[n];
+            w->at = r->at;
+            rc = read_at(c->fd, w->stored, PIECE_HEAD, r->at, c->name, c->err);
+            if (rc == 0 && !piece_measure(w)) rc = piece_damaged(w, x, c->name, c->err);
+            if (rc < 0) return rc;
+            r->at += PIECE_HEAD + w->n_stored;
+            r->raw += w->piece.n;
+            r->n_pieces++;
+        }
+#pragma omp parallel for num_threads(c->n) schedule(static)
+        for (int i = 0; i < n; i++) piece_unpack(&c->w[i], c->fd, x, c->name);
+        rc = crew_status(c, n);
+    }
+    if (rc == 0 && x->first && r->at != x->first + x->n_stored) rc = reading_misfit(c->name, c->err);
+    return rc;
+}
+
+/* All sections that this program knows; the others are passed over. */
+static int sections_read(crew *c, const source *to, const head *h) {
+    reading r = {.at = HEAD_BYTES};
+    bool is_all = true;
+    int rc = 0;
+    for (uint32_t i = 0; i < h->n_sections && rc == 0; i++) {
+        const section *x = &h->section[i];
+        if (x->first) r.at = x->first;
+        if (x->kind >= 0)
+            rc = section_read(c, to, x, &r);
+        else
+            is_all = false;
+    }
+    if (rc == 0 && is_all &&
+        (r.at != h->file_bytes || r.raw != h->raw_bytes || r.n_pieces != h->n_pieces))
+        rc = reading_misfit(c->name, c->err);
+    return rc;
 }
 
 /* The sections behind a header that matches, into a session that was reset. */
 static int state_read(k3_session *s, int fd, const char *name, const head *h, void *app,
                       k3_error *err) {
     k3_engine *e = k3_state_engine(s);
-    worker w[MAX_WORKERS];
-    uint64_t room, at = HEAD_BYTES, raw = 0, n_sections = 0;
-    uint8_t *scratch = k3_state_begin(e, &room);
-    int n_workers = workers_open(w, scratch, room, k3_engine_threads(e), false), n = n_workers;
-    int rc = 0;
-    walk next = {.s = s, .n_pos = h->n_pos, .n_app = h->n_app, .app = app};
-    while (rc == 0 && n == n_workers) {
-        for (n = 0; rc == 0 && n < n_workers && walk_next(&next, &w[n].piece); n++) {
-            w[n].at = at;
-            rc = read_at(fd, w[n].stored, SECTION_BYTES, at, name, err);
-            if (rc == 0 && !section_measure(&w[n])) rc = section_damaged(&w[n], name, err);
-            at += SECTION_BYTES + w[n].n_stored;
-            raw += w[n].piece.n;
-            n_sections++;
-        }
-        if (rc < 0) break;
-#pragma omp parallel for num_threads(n_workers) schedule(static)
-        for (int i = 0; i < n; i++) section_unpack(&w[i], fd, name);
-        for (int i = n - 1; i >= 0; i--)
-            if (w[i].rc < 0) rc = fail(err, w[i].rc, "%s", w[i].err.text);
-    }
+    const source to = {s, h->n_pos, h->n_app, app};
+    crew c;
+    crew_open(&c, e, false, fd, name, err);
+    int rc = sections_read(&c, &to, h);
     k3_state_end(e);
     if (rc < 0) return rc;
     uint64_t key[2] = {0, 0};
@@ -548,15 +876,11 @@ static int state_read(k3_session *s, int fd, const char *name, const head *h, vo
             return fail(err, K3_ECHECK, "%s: damaged: id %u at position %llu", name, ids[i],
                         (unsigned long long)i);
     if ((rc = key_of(h, ids, h->n_pos, key, err)) < 0) return rc;
-    if (at != h->file_bytes || raw != h->raw_bytes || n_sections != h->n_sections ||
-        key[0] != h->key[0] || key[1] != h->key[1])
-        return fail(err, K3_ECHECK, "%s: damaged: header and sections do not fit together", name);
-    return 0;
+    return key[0] == h->key[0] && key[1] == h->key[1] ? 0 : reading_misfit(name, err);
 }
 
 /* Open a state and take its header. Returns a descriptor. */
 static int state_open(const char *path, head *h, struct stat *st, k3_error *err) {
-    uint8_t head256[HEAD_BYTES];
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK), rc = 0;
     if (fd < 0) return fail(err, K3_EIO, "%s: %s", path, strerror(errno));
     if (fstat(fd, st) != 0 || !S_ISREG(st->st_mode))
@@ -564,11 +888,24 @@ static int state_open(const char *path, head *h, struct stat *st, k3_error *err)
     else if (st->st_size < HEAD_BYTES)
         rc = fail(err, K3_ECHECK, "%s: not a k3 state file: %llu bytes", path,
                   (unsigned long long)st->st_size);
-    if (rc == 0) rc = read_at(fd, head256, sizeof head256, 0, path, err);
-    if (rc == 0) rc = head_parse(h, head256, (uint64_t)st->st_size, path, err);
+    if (rc == 0) rc = head_read(h, fd, (uint64_t)st->st_size, path, err);
     if (rc == 0) return fd;
     close(fd);
     return rc;
+}
+
+/* Samples are all that was compared: whoever goes on from there should know. */
+static void state_note_unknown(const k3_engine *e, const head *h, const head *own,
+                               const char *path) {
+    const char *why = head_unknown(h, own);
+    char line[640];
+    if (!why) return;
+    snprintf(line, sizeof line,
+             "%.300s: nobody can tell whether it was made with exactly these weights (%s): only "
+             "samples were compared. `k3 verify --write-sums` before a state is made, and the sums "
+             "tell",
+             path, why);
+    k3_state_note(e, line);
 }
 
 /* Everything from an open file, all or nothing. *app is malloc'd when `app` is given. */
@@ -586,7 +923,9 @@ static int state_take(k3_session *s, int fd, const char *path, const head *h, vo
     if (app && h->n_app && !(*app = malloc((size_t)h->n_app)))
         return fail(err, K3_ENOMEM, "%s: out of memory", path);
     rc = state_read(s, fd, path, h, app ? *app : NULL, err);
-    return rc < 0 ? rc : k3_state_resume(s, h->n_pos, h->n_doubtful, path, err);
+    if (rc == 0) rc = k3_state_resume(s, h->n_pos, h->n_doubtful, path, err);
+    if (rc == 0) state_note_unknown(k3_state_engine(s), h, &own, path);
+    return rc;
 }
 
 int k3_session_load(k3_session *s, const char *path, void **app, size_t *n_app, k3_state_info *info,
@@ -613,75 +952,30 @@ int k3_session_load(k3_session *s, const char *path, void **app, size_t *n_app, 
     return rc < 0 ? rc : 0;
 }
 
-/* ==== 5. Temporary files =============================================================
+/* ==== 5. Writing a file ==============================================================
  *
- * A file being written has a name of its own, its final one with ".tmp" behind it, and its writer
- * holds a lock on it, which the system drops with the process: whoever can take the lock of such
- * a file knows that its owner is gone, and may use or remove it. Names stay few, and no process
- * number is believed.
+ * A state being written has its final name with ".tmp" behind it (k3_temp.h).
  */
 #define PATH_BYTES 4352
 
 /* Did a writer of ours leave this? Its header comes last, so it begins with ours or with zeros. */
-static bool temp_is_ours(int fd, uint64_t size) {
+static bool temp_is_ours(int fd) {
     uint8_t in[sizeof MAGIC] = {0};
     static const uint8_t zeros[sizeof MAGIC];
-    if (size == 0) return true;
-    return pread(fd, in, sizeof in, 0) == (ssize_t)sizeof in &&
+    ssize_t n = pread(fd, in, sizeof in, 0);
+    if (n == 0) return true;
+    return n == (ssize_t)sizeof in &&
            (memcmp(in, MAGIC, sizeof in) == 0 || memcmp(in, zeros, sizeof in) == 0);
 }
 
-/* Create or take over `path`: *fd is locked, with what an owner who is gone has left in it. *fd < 0 with
- * 0 returned: another process is writing it. */
-static int temp_open(const char *path, int *fd_out, k3_error *err) {
-    *fd_out = -1;
-    for (int tries = 0; tries < 100; tries++) {
-        struct stat a, b;
-        int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
-        if (fd < 0) return fail(err, K3_EIO, "%s: %s", path, strerror(errno));
-        if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
-            int why = errno;
-            close(fd);
-            if (why == EINTR) continue;
-            return why == EWOULDBLOCK ? 0 : fail(err, K3_EIO, "%s: lock: %s", path, strerror(why));
-        }
-        /* Renamed or removed by its owner between open and lock? Then it is not ours. */
-        if (fstat(fd, &a) == 0 && lstat(path, &b) == 0 && a.st_dev == b.st_dev &&
-            a.st_ino == b.st_ino) {
-            *fd_out = fd;
-            if (S_ISREG(a.st_mode) && temp_is_ours(fd, (uint64_t)a.st_size)) return 0;
-            *fd_out = -1;
-            close(fd);
-            return fail(err, K3_EIO,
-                        "%s: is in the way, and no state that was being written; move it", path);
-        }
-        close(fd);
-    }
-    return fail(err, K3_EIO, "%s: comes and goes", path);
-}
-
-/* Remove a temporary file that nobody is writing any more. */
-static void temp_remove_dead(const char *path) {
-    struct stat a, b;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    if (fd < 0) return;
-    if (flock(fd, LOCK_EX | LOCK_NB) == 0 && fstat(fd, &a) == 0 && lstat(path, &b) == 0 &&
-        a.st_dev == b.st_dev && a.st_ino == b.st_ino && S_ISREG(a.st_mode))
-        unlink(path);
-    close(fd);
-}
-
-/* The directory's entry survives a power cut from here on. */
-static int dir_sync(const char *path, k3_error *err) {
-    char dir[PATH_BYTES];
-    const char *slash = strrchr(path, '/');
-    snprintf(dir, sizeof dir, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
-    int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    int rc = fd < 0 || (fsync(fd) != 0 && errno != EINVAL && errno != ENOTSUP)
-                 ? fail(err, K3_EIO, "%s: fsync: %s", dir, strerror(errno))
-                 : 0;
-    if (fd >= 0) close(fd);
-    return rc;
+/* As k3_temp_open, for a state. */
+static int temp_open(const char *path, int *fd, k3_error *err) {
+    int rc = k3_temp_open(path, K3_TEMP_PRIVATE, fd, err);
+    if (rc != 0 || temp_is_ours(*fd)) return rc;
+    close(*fd);
+    *fd = -1;
+    return fail(err, K3_EIO, "%s: is in the way, and no state that was being written; move it",
+                path);
 }
 
 static int session_check(const k3_session *s, k3_error *err) {
@@ -692,6 +986,37 @@ static int session_check(const k3_session *s, k3_error *err) {
     return 0;
 }
 
+/* The directory that `path` is in. */
+static void dir_of(const char *path, char dir[PATH_BYTES]) {
+    const char *slash = strrchr(path, '/');
+    snprintf(dir, PATH_BYTES, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+}
+
+/* The directory's entry survives a power cut from here on. */
+static int dir_sync(const char *path, k3_error *err) {
+    char dir[PATH_BYTES];
+    dir_of(path, dir);
+    int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int rc = fd < 0 || (fsync(fd) != 0 && errno != EINVAL && errno != ENOTSUP)
+                 ? fail(err, K3_EIO, "%s: fsync: %s", dir, strerror(errno))
+                 : 0;
+    if (fd >= 0) close(fd);
+    return rc;
+}
+
+/* What is at `path` is another's, and the directory keeps names for their owners (/tmp)? Then the rename
+ * at the end would fail. */
+static int can_replace(const char *path, k3_error *err) {
+    char dir[PATH_BYTES];
+    struct stat st, d;
+    uid_t self = geteuid();
+    dir_of(path, dir);
+    if (self == 0 || stat(path, &st) != 0 || stat(dir, &d) != 0) return 0;
+    if (!(d.st_mode & S_ISVTX) || st.st_uid == self || d.st_uid == self) return 0;
+    return fail(err, K3_EIO, "%s: belongs to user %lu; name another file", path,
+                (unsigned long)st.st_uid);
+}
+
 /* The temporary file beside `path`: a descriptor, or an error. */
 static int save_begin(const char *path, char temp[PATH_BYTES], k3_error *err) {
     struct stat st;
@@ -700,20 +1025,41 @@ static int save_begin(const char *path, char temp[PATH_BYTES], k3_error *err) {
         return fail(err, K3_EUSAGE, "%.200s...: the name is too long", path);
     if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
         return fail(err, K3_EIO, "%s: not a regular file", path);
-    int fd, rc = temp_open(temp, &fd, err);
-    if (rc == 0 && fd < 0) rc = fail(err, K3_EIO, "%s: another process is writing it", temp);
-    return rc < 0 ? rc : fd;
+    int fd, rc = can_replace(path, err);
+    if (rc == 0) rc = temp_open(temp, &fd, err);
+    return rc != 0 ? K3_EIO : fd;
 }
 
-int k3_state_can_save(const char *path, k3_error *err) {
+/* The most that a state of n_pos positions can take: nothing shrinks, and the caller's bytes are all there. */
+static uint64_t state_most_bytes(const k3_shape *sh, uint64_t n_pos) {
+    uint64_t raw = sh->state_bytes + n_pos * (sh->pos_bytes + sizeof(uint32_t)) + K3_STATE_APP_MAX;
+    uint64_t n_pieces = raw / PIECE_BYTES + N_SECTIONS + sh->n_layers;
+    return HEAD_BYTES + N_SECTIONS * ENTRY_BYTES + raw + n_pieces * PIECE_HEAD;
+}
+
+/* Is there room for `need` bytes beside the open file? The one that will be replaced stays until then. */
+static int room_check(const char *temp, const k3_shape *sh, uint64_t n_pos, k3_error *err) {
+    struct statvfs fs;
+    uint64_t need = state_most_bytes(sh, n_pos);
+    if (statvfs(temp, &fs) != 0 || fs.f_blocks == 0) return 0; /* this place does not say */
+    uint64_t there = (uint64_t)fs.f_bavail * (fs.f_frsize ? fs.f_frsize : fs.f_bsize);
+    if (need <= there) return 0;
+    return fail(err, K3_EIO,
+                "%s: a state of %llu positions can take %.1f MiB, and %.1f MiB are free there; make "
+                "room, or name another place",
+                temp, (unsigned long long)n_pos, (double)need / 1048576, (double)there / 1048576);
+}
+
+int k3_state_can_save(const char *path, const k3_shape *shape, uint64_t n_pos, k3_error *err) {
     char temp[PATH_BYTES], *real = realpath(path, NULL);
     struct stat st;
     int fd = save_begin(real ? real : path, temp, err);
     free(real);
     if (fd < 0) return fd;
+    int rc = shape ? room_check(temp, shape, n_pos, err) : 0;
     if (fstat(fd, &st) == 0 && st.st_size == 0) unlink(temp); /* what somebody left may be wanted */
     close(fd);
-    return 0;
+    return rc;
 }
 
 /* `path` is resolved: what it links to is replaced, not the link. */
@@ -724,8 +1070,7 @@ static int save_to(k3_session *s, const char *path, const void *app, size_t n_ap
     if (fd < 0) return fd;
     rc = state_write(s, fd, temp, app, n_app, h, err);
     if (rc == 0 && fsync(fd) != 0) rc = fail(err, K3_EIO, "%s: fsync: %s", temp, strerror(errno));
-    if (rc == 0 && rename(temp, path) != 0)
-        rc = fail(err, K3_EIO, "%s: rename: %s", path, strerror(errno));
+    if (rc == 0) rc = k3_temp_rename(fd, temp, path, err);
     if (rc < 0) unlink(temp);
     close(fd);
     return rc < 0 ? rc : dir_sync(path, err);
@@ -751,51 +1096,61 @@ int k3_session_save(k3_session *s, const char *path, const void *app, size_t n_a
 
 /* ==== 6. Without a model ============================================================= */
 
-/* One section by its own header, into memory of the caller's. Its kind may not step back. */
-static int check_section(worker *w, int fd, const char *name, const head *h, k3_error *err) {
+/* One piece by its own header, into memory of the caller's. Arrays may not step back. */
+static int check_piece(worker *w, int fd, const char *name, const section *x, uint64_t left,
+                       k3_error *err) {
     uint8_t *in = w->stored;
-    uint32_t last = w->piece.kind;
-    int rc = read_at(fd, in, SECTION_BYTES, w->at, name, err);
+    uint32_t last = w->piece.array;
+    int rc = read_at(fd, in, PIECE_HEAD, w->at, name, err);
     if (rc < 0) return rc;
-    w->piece = (piece){get_u32(in), get_u32(in + 4), get_u64(in + 8), get_u32(in + 16), w->piece.p};
+    w->piece = (piece){x->number,         get_u32(in + 4), get_u64(in + 8),
+                       get_u32(in + 16), x->n_planes,     w->piece.p};
     const piece *p = &w->piece;
-    if (p->kind < KIND_IDS || p->kind > KIND_LAYER || p->kind < last || p->il >= h->n_layers ||
-        p->n == 0 || p->n > PIECE_BYTES || p->n % piece_planes(p->kind) || !section_measure(w)) {
-        w->piece.kind = 0;
+    if (p->array < last || p->n == 0 || p->n > PIECE_BYTES || p->n > left || p->n % p->n_planes ||
+        !piece_measure(w))
         return fail(err, K3_ECHECK, "%s: damaged: section header at offset 0x%llx", name,
                     (unsigned long long)w->at);
-    }
     w->rc = 0;
-    section_unpack(w, fd, name);
+    piece_unpack(w, fd, x, name);
     return w->rc < 0 ? fail(err, w->rc, "%s", w->err.text) : 0;
+}
+
+/* One section, known or not: every byte of it is under a checksum. */
+static int check_section(worker *w, int fd, const char *name, const section *x, XXH3_state_t *key,
+                         reading *r, k3_error *err) {
+    uint64_t left = x->n_raw;
+    int rc = 0;
+    w->piece.array = 0;
+    while (left > 0 && rc == 0) {
+        w->at = r->at;
+        if ((rc = check_piece(w, fd, name, x, left, err)) < 0) return rc;
+        if (x->kind == IDS) XXH3_128bits_update(key, w->piece.p, w->piece.n);
+        left -= w->piece.n;
+        r->raw += w->piece.n;
+        r->n_pieces++;
+        r->at += PIECE_HEAD + w->n_stored;
+    }
+    return x->first && r->at != x->first + x->n_stored ? reading_misfit(name, err) : 0;
 }
 
 static int check_sections(int fd, const char *name, const head *h, uint8_t *room, k3_error *err) {
     worker w;
+    reading r = {.at = HEAD_BYTES + (h->version == OLD_VERSION ? 0 : h->n_sections * ENTRY_BYTES)};
     XXH3_state_t *x = key_begin(h);
-    uint64_t raw = 0, n_ids = 0, n_app = 0, n_sections = 0, key[2] = {0, 0};
+    uint64_t n_ids = 0, key[2] = {0, 0};
     int rc = x ? 0 : fail(err, K3_ENOMEM, "%s: out of memory", name);
     memset(&w, 0, sizeof w);
     workers_open(&w, room, WORKER_BYTES, 1, false);
     w.piece.p = room + WORKER_BYTES;
-    w.at = HEAD_BYTES;
-    while (rc == 0 && w.at < h->file_bytes && n_sections < h->n_sections) {
-        if ((rc = check_section(&w, fd, name, h, err)) < 0) break;
-        if (w.piece.kind == KIND_IDS) {
-            XXH3_128bits_update(x, w.piece.p, w.piece.n);
-            n_ids += w.piece.n / sizeof(uint32_t);
-        }
-        if (w.piece.kind == KIND_APP) n_app += w.piece.n;
-        raw += w.piece.n;
-        n_sections++;
-        w.at += SECTION_BYTES + w.n_stored;
+    for (uint32_t i = 0; i < h->n_sections && rc == 0; i++) {
+        rc = check_section(&w, fd, name, &h->section[i], x, &r, err);
+        if (h->section[i].kind == IDS) n_ids = h->section[i].n_raw / sizeof(uint32_t);
     }
     if (x) key_digest(x, key);
     XXH3_freeState(x);
-    if (rc == 0 &&
-        (w.at != h->file_bytes || n_sections != h->n_sections || raw != h->raw_bytes ||
-         n_ids != h->n_pos || n_app != h->n_app || key[0] != h->key[0] || key[1] != h->key[1]))
-        rc = fail(err, K3_ECHECK, "%s: damaged: header and sections do not fit together", name);
+    if (rc == 0 && (r.at != h->file_bytes || r.n_pieces != h->n_pieces || r.raw != h->raw_bytes ||
+                    n_ids != h->n_pos || key[0] != h->key[0] || key[1] != h->key[1]))
+        rc = reading_misfit(name, err);
     return rc;
 }
 
@@ -806,7 +1161,7 @@ int k3_state_check(const char *path, bool all, k3_state_head *out, k3_error *err
     int fd = state_open(path, &h, &st, err), rc = 0;
     if (fd < 0) return fd;
     memcpy(out->numerics, h.numerics, sizeof out->numerics);
-    out->fingerprint = h.fingerprint;
+    out->print = h.print;
     out->n_pos = h.n_pos;
     out->file_bytes = h.file_bytes;
     out->raw_bytes = h.raw_bytes;
@@ -841,6 +1196,7 @@ struct k3_cache {
     head own;
     k3_cache_stats stats;
     bool is_told; /* that entries do not fit */
+    bool is_told_unsure;
 };
 
 typedef struct {
@@ -912,7 +1268,7 @@ static int cache_scan(const char *dir, bool cleans, entry_list *out, k3_error *e
             snprintf(path, sizeof path, "%s/%s", dir, f->d_name) >= (int)sizeof path)
             continue;
         if (is_temp) {
-            if (cleans) temp_remove_dead(path);
+            if (cleans) k3_temp_sweep(path);
         } else if (lstat(path, &st) == 0 && S_ISREG(st.st_mode)) {
             x.bytes = (uint64_t)st.st_size;
             x.used_ns = (uint64_t)st.st_mtim.tv_sec * 1000000000u + (uint64_t)st.st_mtim.tv_nsec;
@@ -989,14 +1345,32 @@ int64_t k3_cache_list(const char *dir, k3_cache_fn fn, void *user, k3_error *err
     return rc < 0 ? rc : n;
 }
 
+/* Could somebody else have put or changed it? NULL: no. */
+static const char *foreign(const struct stat *st, char *text, size_t cap) {
+    if (st->st_uid != geteuid())
+        snprintf(text, cap, "belongs to user %lu", (unsigned long)st->st_uid);
+    else if (st->st_mode & 022)
+        snprintf(text, cap, "others may write to it (mode %04o)", (unsigned)(st->st_mode & 07777));
+    else
+        return NULL;
+    return text;
+}
+
 int k3_cache_open(k3_cache **out, k3_engine *e, const char *dir, uint64_t max_bytes,
                   k3_error *err) {
     struct stat st;
+    char why[64];
     *out = NULL;
     if (mkdir(dir, 0700) != 0 && errno != EEXIST)
         return fail(err, K3_EIO, "cache %s: %s", dir, strerror(errno));
     if (stat(dir, &st) != 0 || !S_ISDIR(st.st_mode) || access(dir, R_OK | W_OK | X_OK) != 0)
         return fail(err, K3_EIO, "cache %s: not a directory that can be written to", dir);
+    const char *fault = foreign(&st, why, sizeof why);
+    if (fault)
+        return fail(err, K3_EIO,
+                    "cache %s: %s: a state that somebody puts there would be believed; name a "
+                    "directory of your own, or chmod go-w it",
+                    dir, fault);
     k3_cache *c = calloc(1, sizeof *c);
     if (!c || !(c->dir = strdup(dir))) {
         free(c);
@@ -1045,6 +1419,19 @@ static void cache_note_size(k3_cache *c, uint64_t n_bytes) {
     k3_state_note(c->e, line);
 }
 
+/* Whether an entry with this engine's key is of exactly its weights: sums say so, or that nobody touched the
+ * files since they were opened. */
+static bool cache_is_sure(k3_cache *c) {
+    if (c->own.print.by_sums) return true;
+    if (c->own.stamp && k3_state_stamp(c->e) == c->own.stamp) return true;
+    if (!c->is_told_unsure)
+        k3_state_note(c->e, "cache: not used: the model's files were changed while they are in use, "
+                            "and without sums nobody can tell of which weights a state is (`k3 "
+                            "verify --write-sums`)");
+    c->is_told_unsure = true;
+    return false;
+}
+
 /* Mark the entries that are of a prefix of ids[0, n); the list is sorted by length after. */
 static int cache_match(const k3_cache *c, entry_list *l, const uint32_t *ids, size_t n,
                        k3_error *err) {
@@ -1075,8 +1462,20 @@ static uint64_t cache_doubtful(const char *path) {
     return h.n_doubtful;
 }
 
+/* An entry that nobody else can have written. Its directory is this user's (k3_cache_open); it may not
+ * always have been. */
+static bool entry_is_ours(const char *path, k3_error *err) {
+    struct stat st;
+    char text[64];
+    if (lstat(path, &st) != 0) return true; /* gone: whoever opens it says so */
+    const char *fault = S_ISREG(st.st_mode) ? foreign(&st, text, sizeof text) : "no regular file";
+    if (fault) fail(err, 0, "%s: %s", path, fault);
+    return !fault;
+}
+
 /* Who compares what boxes answer does not go on from answers that nobody compared. */
 static int cache_is_fit(const k3_cache *c, const char *path, k3_error *err) {
+    if (!entry_is_ours(path, err)) return K3_EIO;
     uint64_t n = k3_state_has_audits(c->e) ? cache_doubtful(path) : 0;
     if (n == 0) return 0;
     return fail(err, K3_EREDO, "%s: far boxes answered in %llu layers and nobody compared", path,
@@ -1110,6 +1509,7 @@ int64_t k3_cache_restore(k3_cache *c, k3_session *s, const uint32_t *ids, size_t
     entry_list l;
     k3_error why = {{0}};
     k3_session_reset(s);
+    if (!cache_is_sure(c)) return 0;
     if (cache_scan(c->dir, false, &l, &why) < 0) cache_note(c, "; the cache is not used", &why);
     int64_t rc = cache_match(c, &l, ids, n, err), found = 0;
     for (size_t i = l.n; rc == 0 && found == 0 && i-- > 0;) {
@@ -1139,11 +1539,10 @@ static int cache_write(k3_cache *c, k3_session *s, const char *path, const char 
     head h = c->own;
     int fd, rc = temp_open(temp, &fd, err);
     *is_kept = false;
-    if (fd < 0) return rc; /* 0: another process is writing the same */
+    if (rc != 0) return rc > 0 ? 0 : rc; /* above 0: another process is writing the same */
     rc = state_write(s, fd, temp, NULL, 0, &h, err);
     bool fits = h.file_bytes <= c->max_bytes;
-    if (rc == 0 && fits && rename(temp, path) != 0)
-        rc = fail(err, K3_EIO, "%s: rename: %s", path, strerror(errno));
+    if (rc == 0 && fits) rc = k3_temp_rename(fd, temp, path, err);
     *is_kept = rc == 0 && fits;
     if (!*is_kept) unlink(temp);
     if (rc == 0 && !fits) cache_note_size(c, h.file_bytes);
@@ -1161,11 +1560,12 @@ int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err) {
     bool is_doubtful = k3_state_doubtful(s) > 0;
     if ((n == 0 || (is_doubtful && k3_state_has_audits(c->e))) && !k3_state_is_broken(s)) return 0;
     int rc = session_check(s, err);
+    if (rc == 0 && !cache_is_sure(c)) return 0;
     if (rc == 0) rc = key_of(&c->own, ids, n, key, err);
     if (rc < 0) return rc;
     if (entry_path(path, c->dir, n, key, "") < 0 || entry_path(temp, c->dir, n, key, ".tmp") < 0)
         return fail(err, K3_EUSAGE, "cache %.200s...: the name is too long", c->dir);
-    if (utimensat(AT_FDCWD, path, NULL, 0) == 0 && (is_doubtful || cache_doubtful(path) == 0))
+    if (entry_is_ours(path, NULL) && utimensat(AT_FDCWD, path, NULL, 0) == 0 && (is_doubtful || cache_doubtful(path) == 0))
         return 0; /* there, and used now; one in doubt makes room for one that is not */
     uint64_t raw = sh->state_bytes + n * sh->pos_bytes;
     if (raw / 2 > c->max_bytes) { /* half of it is mantissas, which do not shrink */

@@ -37,6 +37,10 @@ int k3_state_resume(k3_session *s, uint64_t n_pos, uint64_t n_doubtful, const ch
 void *k3_state_begin(k3_engine *e, uint64_t *room);
 void k3_state_end(k3_engine *e);
 
+/* One number for the model's files as this machine has them: equal while nobody touched them. 0: unknown, or
+ * they were touched since the engine was opened. */
+uint64_t k3_state_stamp(const k3_engine *e);
+
 /* One line for the caller's note function, if there is one. */
 void k3_state_note(const k3_engine *e, const char *line);
 

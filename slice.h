@@ -248,12 +248,19 @@ static inline void slice_dir_sync(const char *dir) {
     if (fd >= 0) close(fd);
 }
 
+/* A file that is being written by who has the directory to himself (a lock says so): never one that is
+ * there, whoever put it there. A descriptor, or -1 and errno. */
+static inline int slice_part_open(const char *part) {
+    if (unlink(part) != 0 && errno != ENOENT) return -1;
+    return open(part, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0644);
+}
+
 /* A small file, whole or as it was; false and errno. */
 static inline bool slice_file_write(const char *dir, const char *name, const char *text, size_t n) {
     char path[4352], part[4360];
     snprintf(path, sizeof path, "%s/%s", dir, name);
     snprintf(part, sizeof part, "%s.part", path);
-    int fd = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
+    int fd = slice_part_open(part);
     bool is_ok = fd >= 0 && slice_write_all(fd, text, n) && fsync(fd) == 0;
     if (fd >= 0 && close(fd) != 0) is_ok = false;
     is_ok = is_ok && rename(part, path) == 0;

@@ -48,7 +48,7 @@ static bool keep_shard_write(const keeper *k, const char *path, uint32_t n) {
     char *head =
         k3_shard_head(NULL, k->man.latent, k->man.inter, k->man.sampled, k->queue, n, &n_head);
     snprintf(part, sizeof part, "%s.part", path);
-    int fd = head ? open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666) : -1;
+    int fd = head ? slice_part_open(part) : -1;
     bool is_ok = fd >= 0 && slice_write_all(fd, head, n_head);
     for (uint32_t i = 0; i < n && is_ok; i++)
         is_ok = slice_write_all(fd, k->bytes[i], (size_t)k->expert_bytes);

@@ -110,6 +110,74 @@ expect "--cache-size without --cache" $? 2
 ask 343,336 --cache "$K3" >/dev/null 2>&1
 expect "a cache that is a file" $? 1
 
+# ---- A short prompt again ----
+
+short=343,336,327,444,1489,311
+"$K3" run -v --ids $short --cache "$T/short" >/dev/null 2>"$T/err"
+expect "a short prompt is kept, and -v says why" "$(grep -c 'cache: 5 positions of the prompt took .* is kept' "$T/err")" 1
+"$K3" run --ids $short --cache "$T/short" >/dev/null 2>"$T/err"
+expect "and found again" "$(grep -c "cache: 5 of the prompt's 6 positions" "$T/err")" 1
+chmod go+w "$T/short"
+"$K3" run --ids $short --cache "$T/short" >/dev/null 2>"$T/err"
+expect "a cache that others may write to" "$? $(grep -c 'others may write to it' "$T/err")" "1 1"
+
+# ---- Weights that were damaged, and repaired ----
+
+# flip DIR LAYER EXPERT: the middle of its w3, where no sample looks; twice is a repair.
+flip() {
+    python3 - "$@" <<'EOF'
+import json, os, struct, sys
+where, layer, expert = sys.argv[1:]
+name = f"layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight_packed"
+with open(os.path.join(where, "model.safetensors.index.json")) as f:
+    names = [x for x in json.load(f)["weight_map"].items() if x[0].endswith(name)]
+(name, shard), = names
+with open(os.path.join(where, shard), "r+b") as f:
+    n = struct.unpack("<Q", f.read(8))[0]
+    first, end = json.loads(f.read(n))[name]["data_offsets"]
+    at = 8 + n + (first + end) // 2
+    f.seek(at)
+    old = f.read(64)
+    f.seek(at)
+    f.write(bytes(x ^ 0x55 for x in old))
+EOF
+}
+logits() { grep -oE 'logits_fnv [0-9a-f]{16}' "$T/err"; }
+of() { "$K3" run --model "$T/m" --ids $short "$@" >/dev/null 2>"$T/err"; }
+
+if command -v python3 >/dev/null; then
+    cp -r demo "$T/m" && chmod -R u+w "$T/m"
+    of --trace "$T/routing"
+    right=$(logits)
+    layer=2 # the expert of the most weight in it for the third position
+    expert=$(awk '$1 == 2 && $2 == 2 { for (i = 3; i <= NF; i++) { split($i, x, ":"); if (x[2] > w) { w = x[2]; e = x[1] } } } END { print e }' "$T/routing")
+    flip "$T/m" "$layer" "$expert"
+    of --cache "$T/c" --save "$T/d.k3s"
+    wrong=$(logits)
+    [ "$right" != "$wrong" ]
+    expect "damage changes the answer ($layer $expert)" $? 0
+    of --cache "$T/c"
+    expect "and the cache keeps it" "$(logits) $(grep -c 'of the prompt' "$T/err")" "$wrong 1"
+    flip "$T/m" "$layer" "$expert"
+    of --cache "$T/c"
+    expect "repaired, without sums: the cache has nothing" "$(logits) $(grep -c 'of the prompt' "$T/err")" "$right 0"
+    of --load "$T/d.k3s"
+    expect "repaired, without sums: --load says so" "$(grep -c 'nobody can tell whether it was made with exactly these weights' "$T/err")" 1
+    flip "$T/m" "$layer" "$expert"
+    "$K3" verify -q --model "$T/m" --write-sums >/dev/null 2>&1
+    of --cache "$T/c" --save "$T/d.k3s"
+    flip "$T/m" "$layer" "$expert"
+    of --cache "$T/e" --save "$T/f.k3s"
+    expect "a sum that does not match: nothing is kept" "$? $(find "$T/e" -type f 2>/dev/null | wc -l | tr -d ' ') $([ -e "$T/f.k3s" ]; echo $?)" "5 0 1"
+    "$K3" verify -q --model "$T/m" --write-sums --no-check >/dev/null 2>&1
+    of --cache "$T/c"
+    expect "repaired, with sums: the cache has nothing" "$(logits) $(grep -c 'of the prompt' "$T/err")" "$right 0"
+    of --load "$T/d.k3s"
+    expect "repaired, with sums: --load refuses" "$? $(grep -c 'a state of other weights' "$T/err")" "5 1"
+else
+    echo "SKIP damaged weights: python3 is not installed"
+fi
+
 # ---- --save and --load ----
 
 # A golden prompt cut in two: the answer's hashes are those that two other programs have made.

@@ -15,6 +15,8 @@
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/resource.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <zstd.h>
 
@@ -29,6 +31,25 @@ static char path_a[80], path_b[80], cache_dir[80];
 static uint32_t ids[N_IDS];
 static float *rows; /* [N_IDS][vocab], of the run that nobody interrupted */
 static size_t n_vocab;
+
+/* ---- A system that says other things (k3_temp.c and k3_state.c call these) ---- */
+
+static int lock_fails;         /* errno of every flock; 0: the system's answer */
+static uint64_t free_bytes;    /* that statvfs says; 0: the system's answer    */
+
+int flock(int fd, int operation) {
+    if (lock_fails == 0) return (int)syscall(SYS_flock, fd, operation);
+    errno = lock_fails;
+    return -1;
+}
+
+int statvfs(const char *path, struct statvfs *out) {
+    int fd = open(path, O_RDONLY);
+    int rc = fd < 0 ? -1 : fstatvfs(fd, out);
+    if (fd >= 0) close(fd);
+    if (free_bytes) out->f_bavail = free_bytes / out->f_frsize;
+    return rc;
+}
 
 /* ---- Engines of different ways to the same bits ---- */
 
@@ -297,9 +318,9 @@ static uint64_t u64_at(const uint8_t *p) {
 
 static uint32_t u32_at(const uint8_t *p) { return (uint32_t)(u64_at(p) & 0xffffffffu); }
 
-/* Unpack a section by the table at the top of k3_state.c; returns what follows it. */
-static const uint8_t *section_decode(const uint8_t *p, uint8_t *out) {
-    uint32_t n = u32_at(p + 16), n_planes = u32_at(p) == 2 ? 1 : 4;
+/* Unpack a piece by the description at the top of k3_state.c; returns what follows it. */
+static const uint8_t *piece_decode(const uint8_t *p, uint32_t n_planes, uint8_t *out) {
+    uint32_t n = u32_at(p + 16);
     const uint8_t *in = p + 48;
     uint8_t *plane = malloc(n);
     for (uint32_t b = 0; b < n_planes; b++) {
@@ -317,6 +338,43 @@ static const uint8_t *section_decode(const uint8_t *p, uint8_t *out) {
     return in;
 }
 
+/* A line of the table: it begins where the one before ends. Returns where it ends. */
+static uint64_t entry_check(const uint8_t *f, int i, const char *name, bool is_required,
+                            uint32_t n_planes, uint64_t first, uint64_t n_raw) {
+    char padded[17] = {0};
+    const uint8_t *x = f + HEAD + 64 * i;
+    memcpy(padded, name, strlen(name));
+    CHECK_EQ_MEM(x, padded, 16);
+    CHECK(u32_at(x + 16) == is_required && u32_at(x + 20) == n_planes);
+    CHECK_EQ_INT(u64_at(x + 24), first);
+    CHECK_EQ_INT(u64_at(x + 40), n_raw);
+    CHECK(u64_at(x + 48) == 0 && u64_at(x + 56) == 0);
+    return first + u64_at(x + 32);
+}
+
+static void header_check(const uint8_t *f, size_t n, const k3_state_info *info, size_t n_app) {
+    const k3_shape *sh = &way[0]->sh;
+    uint8_t key[48 + 150 * 4];
+    CHECK_EQ_MEM(f, "K3STATE\n\2\0\0\0\xc0\1\0\0", 16); /* 256 + 3 x 64 */
+    CHECK_EQ_STR((const char *)f + 16, K3_NUMERICS_ID);
+    CHECK_EQ_INT(u64_at(f + 48), sampled(way[0]));
+    CHECK_EQ_INT(u64_at(f + 56), 0); /* the demo has no sums */
+    CHECK(u64_at(f + 64) == k3_state_stamp(way[0]) && u64_at(f + 64) != 0);
+    CHECK_EQ_INT(u64_at(f + 72), 2 + sh->n_layers); /* one piece each here */
+    CHECK_EQ_INT(u64_at(f + 80), n);
+    CHECK_EQ_INT(u64_at(f + 88), info->raw_bytes);
+    CHECK_EQ_INT(info->raw_bytes, sh->state_bytes + 150 * sh->pos_bytes + 150 * 4 + n_app);
+    CHECK_EQ_INT(u64_at(f + 144), 150);
+    CHECK_EQ_INT(u32_at(f + 152), 3);
+    CHECK_EQ_INT(u64_at(f + 240), XXH3_64bits(f + HEAD, 3 * 64));
+    CHECK_EQ_INT(u64_at(f + SUM), XXH3_64bits(f, SUM));
+    memcpy(key, f + 16, 40);
+    memcpy(key + 40, f + 64, 8);
+    memcpy(key + 48, ids, 150 * 4);
+    XXH128_hash_t k = XXH3_128bits(key, sizeof key);
+    CHECK(u64_at(f + 96) == k.low64 && u64_at(f + 104) == k.high64);
+}
+
 static void test_format(void) {
     static const char app[] = "what a chat keeps with it";
     k3_session *s = at[0];
@@ -327,49 +385,41 @@ static void test_format(void) {
     CHECK(goes_on(s, 0, 150));
     CHECK_EQ_INT(k3_session_save(s, path_a, app, sizeof app, &info, &err), 0);
     uint8_t *f = file_read(path_a, &n), *out = malloc(1 << 20);
-    CHECK_EQ_MEM(f, "K3STATE\n\1\0\0\0\0\1\0\0", 16);
-    CHECK_EQ_STR((const char *)f + 16, K3_NUMERICS_ID);
-    CHECK_EQ_INT(u64_at(f + 48), sampled(way[0]));
-    CHECK_EQ_INT(u64_at(f + 56), 150);
-    CHECK_EQ_INT(u64_at(f + 64), sizeof app);
-    CHECK_EQ_INT(u64_at(f + 80), n);
-    CHECK_EQ_INT(u64_at(f + 88), info.raw_bytes);
-    CHECK_EQ_INT(info.raw_bytes, way[0]->sh.state_bytes + 150 * way[0]->sh.pos_bytes + 150 * 4 +
-                                     sizeof app);
-    CHECK_EQ_INT(u64_at(f + SUM), XXH3_64bits(f, SUM));
-    uint8_t key[40 + 150 * 4];
-    memcpy(key, f + 16, 40);
-    memcpy(key + 40, ids, 150 * 4);
-    XXH128_hash_t k = XXH3_128bits(key, sizeof key);
-    CHECK(u64_at(f + 96) == k.low64 && u64_at(f + 104) == k.high64);
-    const uint8_t *p = f + HEAD;
-    uint64_t n_sections = 2;
-    CHECK_EQ_INT(u32_at(p), 1);
-    p = section_decode(p, out);
+    header_check(f, n, &info, sizeof app);
+    uint64_t end = entry_check(f, 0, "ids", true, 4, HEAD + 3 * 64, 150 * 4);
+    end = entry_check(f, 1, "app", false, 1, end, sizeof app);
+    end = entry_check(f, 2, "layers", true, 4, end, info.raw_bytes - 150 * 4 - sizeof app);
+    CHECK_EQ_INT(end, n);
+    const uint8_t *p = f + HEAD + 3 * 64;
+    CHECK(u32_at(p) == 1 && u32_at(p + 4) == 0);
+    p = piece_decode(p, 4, out);
     CHECK_EQ_MEM(out, ids, 150 * 4);
-    CHECK_EQ_INT(u32_at(p), 2);
-    p = section_decode(p, out);
+    CHECK(u32_at(p) == 2 && u32_at(p + 4) == 0);
+    p = piece_decode(p, 1, out);
     CHECK_EQ_MEM(out, app, sizeof app);
-    for (uint32_t il = 0; il < way[0]->sh.n_layers; il++, n_sections++) { /* one piece each here */
+    for (uint32_t il = 0; il < way[0]->sh.n_layers; il++) {
         CHECK(u32_at(p) == 3 && u32_at(p + 4) == il && u64_at(p + 8) == 0);
         k3_state_array a;
         k3_state_layer(s, il, 150, &a);
         CHECK_EQ_INT(u32_at(p + 16), a.n_bytes);
-        p = section_decode(p, out);
+        p = piece_decode(p, 4, out);
         CHECK_EQ_MEM(out, a.p, (size_t)a.n_bytes);
     }
-    CHECK(p == f + n && u64_at(f + 72) == n_sections);
+    CHECK(p == f + n);
     CHECK(info.file_bytes < info.raw_bytes * 95 / 100); /* something must shrink */
 
     void *back = NULL;
     size_t n_back = 0;
+    n_notes = 0;
     CHECK_EQ_INT(k3_session_load(at[1], path_a, &back, &n_back, NULL, &err), 0);
     CHECK(n_back == sizeof app && back && memcmp(back, app, sizeof app) == 0);
+    CHECK_EQ_INT(n_notes, 0); /* nobody touched the model since */
     free(back);
     CHECK_EQ_INT(k3_session_load(at[1], path_a, NULL, &n_back, NULL, &err), 0);
     k3_state_head h;
     CHECK_EQ_INT(k3_state_check(path_a, true, &h, &err), 0);
     CHECK(h.n_pos == 150 && h.n_app == sizeof app && h.file_bytes == n);
+    CHECK(h.print.sampled == sampled(way[0]) && h.print.by_sums == 0);
     free(f);
     free(out);
 }
@@ -382,8 +432,10 @@ static void test_old_file(void) {
     float *row = malloc(n_vocab * sizeof *row);
     uint32_t next = 311; /* the last id of the first golden prompt */
     snprintf(path, sizeof path, "%s/state_v1.k3s", data_dir);
+    n_notes = 0;
     CHECK_EQ_INT(k3_session_load(at[0], path, NULL, NULL, NULL, &err), 0);
     CHECK_EQ_STR(err.text, "");
+    CHECK(n_notes == 1 && strstr(last_note, "of an older form"));
     CHECK_EQ_INT(k3_session_pos(at[0]), 5);
     CHECK_EQ_INT(k3_session_feed(at[0], &next, 1, K3_ROWS_LAST, row, &err), 0);
     CHECK_EQ_INT(k3_sample_greedy(row, n_vocab), 1379); /* " Paris" of demo/golden.json */
@@ -404,6 +456,17 @@ static bool is_new(const k3_session *s) {
     return s->pos == 0 && !s->is_broken;
 }
 
+/* The checksums of table and header. */
+static void sums_repair(uint8_t *f, size_t n) {
+    uint64_t n_table = 64 * (uint64_t)u32_at(f + 152), sum = 0;
+    if (u32_at(f + 8) == 2 && n_table <= n - HEAD) {
+        sum = XXH3_64bits(f + HEAD, (size_t)n_table);
+        memcpy(f + SUM - 8, &sum, 8);
+    }
+    sum = XXH3_64bits(f, SUM);
+    memcpy(f + SUM, &sum, 8);
+}
+
 /* Write n bytes of f, its header's checksum repaired if asked; loading must fail, say `why`, and
  * leave a session that is as new. */
 static bool refused(uint8_t *f, size_t n, bool repairs, int want, const char *why) {
@@ -411,14 +474,11 @@ static bool refused(uint8_t *f, size_t n, bool repairs, int want, const char *wh
     k3_state_head h;
     void *app = &err;
     size_t n_app = 9;
-    uint8_t sum[8];
-    if (n >= HEAD) {
-        memcpy(sum, f + SUM, 8);
-        uint64_t fixed = XXH3_64bits(f, SUM);
-        if (repairs) memcpy(f + SUM, &fixed, 8);
-    }
+    uint8_t was[16];
+    if (n >= HEAD) memcpy(was, f + SUM - 8, 16);
+    if (n >= HEAD && repairs) sums_repair(f, n);
     file_write(path_b, f, n);
-    if (n >= HEAD) memcpy(f + SUM, sum, 8);
+    if (n >= HEAD) memcpy(f + SUM - 8, was, 16);
     int rc = k3_session_load(at[1], path_b, &app, &n_app, NULL, &err);
     bool ok = rc == want && strstr(err.text, why) && !app && n_app == 0 && is_new(at[1]);
     if (!ok) printf("    got %d '%s', want %d '%s'\n", rc, err.text, want, why);
@@ -436,23 +496,83 @@ static void refuse_field(uint8_t *f, size_t n, size_t offset, uint8_t flip, int 
     f[offset] ^= flip;
 }
 
-/* The first plane of the first section one byte longer than it can be, all checksums right: sizes
- * are believed before checksums can be looked at, so they must be judged. */
+/* The first plane of the first piece one byte longer than it can be, all lengths and checksums right:
+ * sizes are believed before checksums can be looked at, so they must be judged. */
 static void refuse_long_plane(const uint8_t *f, size_t n) {
+    const size_t p = HEAD + 3 * 64;
     uint8_t *g = malloc(n + 1);
-    uint32_t stored = u32_at(f + HEAD + 20), longer = stored + 1;
+    uint32_t stored = u32_at(f + p + 20), longer = stored + 1;
     uint64_t size = n + 1, payload = 1;
-    for (int b = 0; b < 4; b++) payload += u32_at(f + HEAD + 20 + 4 * b);
-    CHECK_EQ_INT(stored, u32_at(f + HEAD + 16) / 4); /* as it is, not packed */
-    memcpy(g, f, HEAD + 48 + stored);
-    g[HEAD + 48 + stored] = 1;
-    memcpy(g + HEAD + 49 + stored, f + HEAD + 48 + stored, n - HEAD - 48 - stored);
+    for (int b = 0; b < 4; b++) payload += u32_at(f + p + 20 + 4 * b);
+    CHECK_EQ_INT(stored, u32_at(f + p + 16) / 4); /* as it is, not packed */
+    memcpy(g, f, p + 48 + stored);
+    g[p + 48 + stored] = 1;
+    memcpy(g + p + 49 + stored, f + p + 48 + stored, n - p - 48 - stored);
     memcpy(g + 80, &size, 8);
-    memcpy(g + HEAD + 20, &longer, 4);
-    uint64_t sum = XXH3_64bits_withSeed(g + HEAD + 48, (size_t)payload, XXH3_64bits(g + HEAD, 40));
-    memcpy(g + HEAD + 40, &sum, 8);
+    memcpy(g + p + 20, &longer, 4);
+    for (int i = 0; i < 3; i++) { /* the section is longer, those behind it begin later */
+        uint64_t v = u64_at(g + HEAD + 64 * i + (i ? 24 : 32)) + 1;
+        memcpy(g + HEAD + 64 * i + (i ? 24 : 32), &v, 8);
+    }
+    uint64_t sum = XXH3_64bits_withSeed(g + p + 48, (size_t)payload, XXH3_64bits(g + p, 40));
+    memcpy(g + p + 40, &sum, 8);
     CHECK(refused(g, n + 1, true, K3_ECHECK, "damaged: ids"));
     free(g);
+}
+
+/* A section that this program does not know: skipped, unless the file says that it is needed. The app of
+ * `f` plays it. */
+static void test_unknown_section(uint8_t *f, size_t n) {
+    k3_error err = {{0}};
+    k3_state_head h;
+    void *app = &err;
+    size_t n_app = 9;
+    uint8_t *entry = f + HEAD + 64;
+    memcpy(entry, "draft", 5);
+    sums_repair(f, n);
+    file_write(path_b, f, n);
+    CHECK_EQ_INT(k3_session_load(at[1], path_b, &app, &n_app, NULL, &err), 0);
+    CHECK(!app && n_app == 0 && is_same(at[1], at[0]));
+    CHECK_EQ_INT(k3_state_check(path_b, true, &h, &err), 0);
+    CHECK_EQ_INT(h.n_app, 0);
+    f[n / 2] ^= 1; /* its bytes are under checksums too */
+    file_write(path_b, f, n);
+    CHECK_EQ_INT(k3_state_check(path_b, true, &h, &err), K3_ECHECK);
+    f[n / 2] ^= 1;
+    entry[16] = 1;
+    CHECK(refused(f, n, true, K3_ECHECK, "needs section draft, which this program does not know"));
+    entry[16] = 0;
+    memcpy(entry, "app\0\0", 5);
+    entry[48] = 7; /* of something that is not here */
+    sums_repair(f, n);
+    file_write(path_b, f, n);
+    CHECK_EQ_INT(k3_session_load(at[1], path_b, &app, &n_app, NULL, &err), 0);
+    CHECK(!app && n_app == 0);
+    entry[48] = 0;
+    sums_repair(f, n);
+}
+
+static void refuse_tables(uint8_t *f, size_t n) {
+    const size_t table = HEAD;
+    refuse_field(f, n, table + 2, 1, K3_ECHECK, "needs section idr");
+    f[table + 16] = 0; /* not required, and then it is missing */
+    refuse_field(f, n, table + 2, 1, K3_ECHECK, "section ids is missing");
+    f[table + 16] = 1;
+    refuse_field(f, n, table + 5, 1, K3_ECHECK, "makes no sense"); /* behind the name's end */
+    refuse_field(f, n, table, 0x80, K3_ECHECK, "makes no sense");
+    refuse_field(f, n, table + 16, 2, K3_ECHECK, "makes no sense");
+    refuse_field(f, n, table + 20, 8, K3_ECHECK, "makes no sense");
+    refuse_field(f, n, table + 24, 1, K3_ECHECK, "makes no sense");
+    refuse_field(f, n, table + 32, 1, K3_ECHECK, "makes no sense");
+    refuse_field(f, n, table + 39, 0x80, K3_ECHECK, "makes no sense");
+    refuse_field(f, n, table + 40, 4, K3_ECHECK, "makes no sense");
+    refuse_field(f, n, table + 48, 1, K3_ECHECK, "needs section ids");
+    refuse_field(f, n, table + 56, 1, K3_ECHECK, "makes no sense");
+    memcpy(f + table + 64, "layers", 6); /* one plane: not a second one of that name */
+    f[table + 64 + 20] = 4;
+    CHECK(refused(f, n, true, K3_ECHECK, "")); /* its 3 bytes are no four planes */
+    memcpy(f + table + 64, "app\0\0\0", 6);
+    f[table + 64 + 20] = 1;
 }
 
 static void test_refusals(void) {
@@ -473,26 +593,31 @@ static void test_refusals(void) {
         f[i] ^= flip;
         CHECK(refused(f, n, false, K3_ECHECK, path_b));
         f[i] ^= flip;
-        i += i < HEAD + 48 ? 1 : 1 + test_random(&seed) % (is_quick ? 3000 : 200);
+        i += i < HEAD + 3 * 64 + 48 ? 1 : 1 + test_random(&seed) % (is_quick ? 3000 : 200);
     }
-    refuse_field(f, n, 8, 1, K3_ECHECK, "version 0; this program reads version 1");
-    refuse_field(f, n, 8, 2, K3_ECHECK, "version 3; this program reads version 1");
+    refuse_field(f, n, 8, 2, K3_ECHECK, "version 0; this program reads versions 1 and 2");
+    refuse_field(f, n, 8, 1, K3_ECHECK, "version 3; this program reads versions 1 and 2");
+    refuse_field(f, n, 8, 3, K3_ECHECK, "makes no sense"); /* it is no version 1 */
     refuse_field(f, n, 16, 1, K3_ECHECK, "numerics j3-f32-dot16-q40, this program computes k3-");
     refuse_field(f, n, 48, 1, K3_ECHECK, "other weights");
+    refuse_field(f, n, 56, 1, K3_ECHECK, "do not fit together");
+    refuse_field(f, n, 64, 1, K3_ECHECK, "do not fit together");
     refuse_field(f, n, 113, 1, K3_ECHECK, "vocabulary 2304 there, 2048 here");
     refuse_field(f, n, 116, 1, K3_ECHECK, "layers 8 there, 9 here");
     refuse_field(f, n, 120, 8, K3_ECHECK, "KDA heads 12 there, 4 here");
     refuse_field(f, n, 124, 64, K3_ECHECK, "KDA head size 96 there, 32 here");
     refuse_field(f, n, 128, 1, K3_ECHECK, "latent row 97 there, 96 here");
-    refuse_field(f, n, 144, 1, K3_ECHECK, "makes no sense");
-    refuse_field(f, n, 67, 1, K3_ECHECK, "makes no sense"); /* 16 MiB of app */
-    refuse_field(f, n, 57, 1, K3_EFULL, "state of 316 positions, more than the context of 256");
-    refuse_field(f, n, 56, 1, K3_ECHECK, "damaged: ids");   /* one position more */
-    refuse_field(f, n, 64, 1, K3_ECHECK, "damaged: app");
+    refuse_field(f, n, 156, 1, K3_ECHECK, "makes no sense");
+    refuse_field(f, n, 145, 1, K3_EFULL, "state of 316 positions, more than the context of 256");
+    refuse_field(f, n, 144, 1, K3_ECHECK, "do not fit together"); /* one position more */
     refuse_field(f, n, 72, 1, K3_ECHECK, "do not fit together");
     refuse_field(f, n, 80, 1, K3_ECHECK, "the header says");
-    refuse_field(f, n, 88, 1, K3_ECHECK, "do not fit together");
+    refuse_field(f, n, 88, 1, K3_ECHECK, "makes no sense");
     refuse_field(f, n, 96, 1, K3_ECHECK, "do not fit together");
+    refuse_field(f, n, 152, 1, K3_ECHECK, "makes no sense");
+    refuse_field(f, n, 12, 64, K3_ECHECK, "makes no sense");
+    refuse_tables(f, n);
+    test_unknown_section(f, n);
     refuse_long_plane(f, n);
     at[0]->ids[3] = 2048; /* everything right about it but that there is no such id */
     k3_session_save(at[0], path_b, NULL, 0, NULL, &err);
@@ -597,6 +722,21 @@ static void copy_demo(const char *dir) {
     CHECK(system(command) == 0);
 }
 
+/* k3.sums of `dir` in its first form: without the last sum of each of the 256 experts. */
+static void sums_first_form(const char *dir) {
+    char path[256];
+    size_t n;
+    snprintf(path, sizeof path, "%s/k3.sums", dir);
+    uint8_t *f = file_read(path, &n);
+    uint64_t *v = (uint64_t *)(void *)f, n_new = v[2], m = 3 + n_new - 512;
+    memcpy(v, "K3SUMS1\n", 8);
+    v[2] = n_new - 256;
+    for (uint64_t i = 0; i < 256; i++) v[m + i] = v[m + 2 * i];
+    v[3 + v[2]] = XXH3_64bits_withSeed(v + 3, (size_t)v[2] * 8, XXH3_64bits(v, 24));
+    file_write(path, f, (size_t)(v[2] + 4) * 8);
+    free(f);
+}
+
 /* By sums: the same for the same weights in other shards, experts in pieces included; another when
  * one expert differs where no sample looks. */
 static void test_prints_by_sums(void) {
@@ -618,6 +758,149 @@ static void test_prints_by_sums(void) {
     CHECK(other.by_sums != 0 && other.by_sums != own.by_sums);
     expert_flip(dir, 3, 5);
     CHECK(prints_of(dir, true).by_sums == own.by_sums);
+    sums_first_form(dir);
+    CHECK_EQ_INT(prints_of(dir, false).by_sums, 0);
+    k3_error err = {{0}};
+    k3_options o;
+    k3_engine *e;
+    k3_options_default(&o);
+    o.model_dir = dir;
+    o.headers_only = true;
+    for (int i = 0; i < 2; i++) { /* damage is found by it, and it is not written over */
+        expert_flip(dir, 3, 5);
+        if (!CHECK_EQ_INT(k3_engine_open(&e, &o, &err), 0)) return;
+        CHECK_EQ_INT(k3_engine_verify(e, &err), i ? 256 : K3_ECHECK);
+        CHECK_EQ_INT(k3_engine_write_sums(e, false, &err), i ? 256 : K3_ECHECK);
+        k3_engine_close(e);
+    }
+    CHECK(prints_of(dir, false).by_sums == own.by_sums);
+}
+
+typedef struct {
+    char path[32][256];
+    uint64_t n_pos[32];
+    int n, n_bad;
+} listing;
+
+static int list_one(void *user, const char *path, const k3_state_head *h, int rc,
+                    const k3_error *err) {
+    listing *l = user;
+    (void)err;
+    if (rc < 0) l->n_bad++;
+    if (l->n == 32) return 1;
+    snprintf(l->path[l->n], sizeof l->path[0], "%s", path);
+    l->n_pos[l->n++] = h->n_pos;
+    return 0;
+}
+
+static listing cache_list(void) {
+    listing l;
+    k3_error err = {{0}};
+    memset(&l, 0, sizeof l);
+    CHECK(k3_cache_list(cache_dir, list_one, &l, &err) >= 0);
+    return l;
+}
+
+static k3_engine *engine_of(const char *dir) {
+    k3_engine *e = NULL;
+    k3_error err = {{0}};
+    k3_options o;
+    k3_options_default(&o);
+    o.model_dir = dir;
+    o.n_threads = 1;
+    o.context = 256;
+    o.note = on_note;
+    CHECK_EQ_INT(k3_engine_open(&e, &o, &err), 0);
+    return e;
+}
+
+/* Run ids [0, 50) on the weights of `dir`; `path` and the cache get the state. */
+static void state_make(const char *dir, const char *path) {
+    k3_engine *e = engine_of(dir);
+    k3_session *s = session(e, 0);
+    k3_cache *c = cache_open(e, 0);
+    k3_error err = {{0}};
+    CHECK_EQ_INT(k3_session_feed(s, ids, 50, K3_ROWS_NONE, NULL, &err), 0);
+    CHECK_EQ_INT(k3_session_save(s, path, NULL, 0, NULL, &err), 0);
+    CHECK_EQ_INT(k3_cache_store(c, s, &err), 0);
+    CHECK(k3_cache_has(c, ids, 50));
+    k3_cache_close(c);
+    k3_session_free(s);
+    k3_engine_close(e);
+}
+
+/* What `dir` does with that: how many positions the cache has, what loading says, how many notes. */
+static void state_try(const char *dir, const char *path, int64_t cached, int loads, int notes,
+                      const char *says) {
+    k3_engine *e = engine_of(dir);
+    k3_session *s = session(e, 0);
+    k3_cache *c = cache_open(e, 0);
+    k3_error err = {{0}};
+    last_note[0] = 0;
+    n_notes = 0;
+    CHECK_EQ_INT(k3_cache_restore(c, s, ids, 60, &err), cached);
+    CHECK_EQ_INT(n_notes, 0);
+    CHECK_EQ_INT(k3_session_load(s, path, NULL, NULL, NULL, &err), loads);
+    CHECK_EQ_INT(n_notes, notes);
+    CHECK(strstr(loads ? err.text : last_note, says));
+    k3_cache_close(c);
+    k3_session_free(s);
+    k3_engine_close(e);
+}
+
+/* Weights that were damaged where no sample looks, and repaired: what was made of them is not gone on
+ * with. Without sums the files' stamps tell; with sums, the sums. */
+static void test_repaired(void) {
+    char dir[128], path[160], list_path[192];
+    k3_error err;
+    snprintf(dir, sizeof dir, "%s/repaired", work_dir);
+    snprintf(path, sizeof path, "%s/repaired.k3s", work_dir);
+    snprintf(list_path, sizeof list_path, "%s/k3.sums", dir);
+    copy_demo(dir);
+    expert_flip(dir, 2, 7); /* now it is damaged */
+    state_make(dir, path);
+    state_try(dir, path, 50, 0, 0, "");
+    expert_flip(dir, 2, 7);
+    state_try(dir, path, 0, 0, 1, "made without sums, from files changed or copied since");
+    prints_of(dir, true); /* sums come later: they cannot tell what was before */
+    state_try(dir, path, 0, 0, 1, "made without sums");
+    state_make(dir, path);
+    state_try(dir, path, 50, 0, 0, "");
+    expert_flip(dir, 2, 7);
+    prints_of(dir, true); /* sums that bless the damage */
+    state_try(dir, path, 0, K3_ECHECK, 0, "a state of other weights: the sums say");
+    expert_flip(dir, 2, 7);
+    prints_of(dir, true);
+    state_try(dir, path, 50, 0, 0, ""); /* exact: the same weights, though the files were touched */
+    CHECK(unlink(list_path) == 0);
+    state_try(dir, path, 0, 0, 1, "this run has no sums");
+    k3_cache_trim(cache_dir, 0, NULL, &err);
+}
+
+/* The files are changed under a run that has no sums: nobody can say of which weights its state is. */
+static void test_touched(void) {
+    char dir[128];
+    k3_error err = {{0}};
+    snprintf(dir, sizeof dir, "%s/touched", work_dir);
+    copy_demo(dir);
+    k3_engine *e = engine_of(dir);
+    k3_session *s = session(e, 0);
+    k3_cache *c = cache_open(e, 0);
+    CHECK_EQ_INT(k3_session_feed(s, ids, 20, K3_ROWS_NONE, NULL, &err), 0);
+    CHECK_EQ_INT(k3_cache_store(c, s, &err), 0);
+    CHECK_EQ_INT(k3_session_feed(s, ids + 20, 20, K3_ROWS_NONE, NULL, &err), 0);
+    struct timespec pause = {0, 12000000}; /* file times move in steps of the system's tick */
+    nanosleep(&pause, NULL);
+    expert_flip(dir, 2, 7);
+    n_notes = 0;
+    CHECK_EQ_INT(k3_cache_store(c, s, &err), 0);
+    CHECK_EQ_INT(k3_cache_restore(c, s, ids, 60, &err), 0);
+    CHECK(n_notes == 1 && strstr(last_note, "changed while they are in use"));
+    CHECK_EQ_INT(cache_list().n, 1);
+    k3_cache_close(c);
+    k3_session_free(s);
+    k3_engine_close(e);
+    k3_cache_trim(cache_dir, 0, NULL, &err);
 }
 
 /* ---- Saving that fails ---- */
@@ -676,6 +959,140 @@ static void test_save_errors(void) {
     CHECK(strstr(err.text, "ended with an error"));
     CHECK_EQ_INT(k3_session_load(s, path_a, NULL, NULL, NULL, &err), 0);
     CHECK(goes_on(s, 80, N_IDS));
+}
+
+/* Saving must say `why` before anything is written, and leave what is there. */
+static void save_refused(const char *temp, const char *why) {
+    k3_error err = {{0}};
+    struct stat before, after;
+    lstat(temp, &before);
+    CHECK_EQ_INT(k3_state_can_save(path_a, NULL, 0, &err), K3_EIO);
+    if (!CHECK(strstr(err.text, why))) printf("    %s\n", err.text);
+    CHECK_EQ_INT(k3_session_save(at[0], path_a, NULL, 0, NULL, &err), K3_EIO);
+    CHECK(strstr(err.text, why));
+    CHECK(lstat(temp, &after) == 0 && before.st_ino == after.st_ino &&
+          before.st_size == after.st_size);
+}
+
+/* What is found under the temporary name is taken over only if nobody else can have put it there. */
+static void test_save_foreign(void) {
+    char temp[96], other[96];
+    k3_error err = {{0}};
+    snprintf(temp, sizeof temp, "%s.tmp", path_a);
+    snprintf(other, sizeof other, "%s/second", work_dir);
+    k3_session_reset(at[0]);
+    CHECK(goes_on(at[0], 0, 20));
+    file_write(temp, "", 0);
+    CHECK(chmod(temp, 0666) == 0);
+    save_refused(temp, "in the way: its mode 0666 gives rights to others");
+    CHECK(chmod(temp, 0640) == 0);
+    save_refused(temp, "its mode 0640");
+    CHECK(chmod(temp, 0600) == 0 && link(temp, other) == 0);
+    save_refused(temp, "it has 2 names");
+    CHECK(unlink(other) == 0);
+    if (geteuid() == 0) { /* only root can give a file away */
+        CHECK(chown(temp, 12345, (gid_t)-1) == 0);
+        save_refused(temp, "it belongs to user 12345");
+    }
+    unlink(temp);
+    file_write(other, "", 0);
+    CHECK(symlink(other, temp) == 0);
+    save_refused(temp, "it is a link");
+    unlink(temp);
+    CHECK(mkfifo(temp, 0600) == 0);
+    save_refused(temp, "no regular file");
+    unlink(temp);
+    unlink(other);
+    file_write(temp, "", 0);
+    CHECK(chmod(temp, 0600) == 0); /* empty, ours: its writer is gone */
+    CHECK_EQ_INT(k3_session_save(at[0], path_a, NULL, 0, NULL, &err), 0);
+    CHECK(!is_there(temp));
+}
+
+/* Room is asked for before the work; both sizes are said. */
+static void test_save_room(void) {
+    const k3_shape *sh = &way[0]->sh;
+    k3_error err = {{0}};
+    k3_state_info info;
+    char temp[96];
+    uint64_t raw = sh->state_bytes + 100 * (sh->pos_bytes + 4);
+    snprintf(temp, sizeof temp, "%s.tmp", path_a);
+    free_bytes = raw;
+    CHECK_EQ_INT(k3_state_can_save(path_a, NULL, 0, &err), 0);
+    CHECK_EQ_INT(k3_state_can_save(path_a, sh, 100, &err), K3_EIO);
+    CHECK(strstr(err.text, "a state of 100 positions can take 1.2 MiB, and 0.2 MiB are free") ||
+          !printf("    %s\n", err.text));
+    CHECK(!is_there(temp));
+    free_bytes = raw + K3_STATE_APP_MAX + (64 << 10);
+    CHECK_EQ_INT(k3_state_can_save(path_a, sh, 100, &err), 0);
+    free_bytes = 0;
+    k3_session_reset(at[0]);
+    CHECK(goes_on(at[0], 0, 100));
+    CHECK_EQ_INT(k3_session_save(at[0], path_a, NULL, 0, &info, &err), 0);
+    CHECK(info.file_bytes <= raw + K3_STATE_APP_MAX + (64 << 10));
+}
+
+/* A place without locks: its reason is named, what was made just now is written, what is found stays. */
+static void test_no_locks(void) {
+    char temp[96];
+    k3_error err = {{0}};
+    k3_cache_stats st;
+    snprintf(temp, sizeof temp, "%s.tmp", path_a);
+    k3_session_reset(at[0]);
+    CHECK(goes_on(at[0], 0, 20));
+    for (int i = 0; i < 2; i++) {
+        lock_fails = i ? EOPNOTSUPP : ENOLCK;
+        unlink(path_a);
+        CHECK_EQ_INT(k3_state_can_save(path_a, NULL, 0, &err), 0);
+        CHECK(!is_there(temp));
+        CHECK_EQ_INT(k3_session_save(at[0], path_a, NULL, 0, NULL, &err), 0);
+        CHECK(!is_there(temp) && is_there(path_a));
+        CHECK_EQ_INT(k3_session_load(at[1], path_a, NULL, NULL, NULL, &err), 0);
+        file_write(temp, "", 0);
+        chmod(temp, 0600);
+        save_refused(temp, strerror(lock_fails));
+        unlink(temp);
+        k3_cache *c = cache_open(way[0], 0);
+        CHECK_EQ_INT(k3_cache_store(c, at[0], &err), 0);
+        k3_cache_get_stats(c, &st);
+        CHECK(st.stored == 1 && st.n_entries == 1);
+        k3_cache_close(c);
+        lock_fails = 0;
+        CHECK_EQ_INT(k3_cache_trim(cache_dir, 0, NULL, &err), 1);
+    }
+}
+
+/* A cache is believed: nobody else may be able to put a state there. */
+static void test_cache_foreign(void) {
+    k3_error err = {{0}};
+    k3_cache *c = cache_open(way[0], 0);
+    k3_session_reset(at[0]);
+    CHECK(goes_on(at[0], 0, 20));
+    CHECK_EQ_INT(k3_cache_store(c, at[0], &err), 0);
+    listing l = cache_list();
+    CHECK_EQ_INT(l.n, 1);
+    for (int i = 0; i < 2 && l.n == 1; i++) {
+        bool is_foreign = i ? geteuid() == 0 && chown(l.path[0], 12345, (gid_t)-1) == 0
+                            : chmod(l.path[0], 0666) == 0;
+        if (!is_foreign) continue;
+        n_notes = 0;
+        CHECK(!k3_cache_has(c, ids, 20));
+        CHECK_EQ_INT(k3_cache_restore(c, at[1], ids, 30, &err), 0);
+        CHECK(n_notes == 1 && strstr(last_note, i ? "belongs to user 12345" : "mode 0666"));
+        CHECK_EQ_INT(k3_cache_store(c, at[0], &err), 0); /* ours takes its place */
+        CHECK_EQ_INT(k3_cache_restore(c, at[1], ids, 30, &err), 20);
+    }
+    k3_cache_close(c);
+    CHECK(chmod(cache_dir, 0777) == 0);
+    CHECK_EQ_INT(k3_cache_open(&c, way[0], cache_dir, 0, &err), K3_EIO);
+    CHECK(strstr(err.text, "others may write to it (mode 0777)"));
+    CHECK(chmod(cache_dir, 0700) == 0);
+    if (geteuid() == 0 && CHECK(chown(cache_dir, 12345, (gid_t)-1) == 0)) {
+        CHECK_EQ_INT(k3_cache_open(&c, way[0], cache_dir, 0, &err), K3_EIO);
+        CHECK(strstr(err.text, "belongs to user 12345"));
+        CHECK(chown(cache_dir, 0, (gid_t)-1) == 0);
+    }
+    k3_cache_trim(cache_dir, 0, NULL, &err);
 }
 
 /* A process that does nothing but save is killed wherever it is: the file is always a whole one, and
@@ -796,31 +1213,6 @@ static void test_plan(void) {
 }
 
 /* ---- The cache ---- */
-
-typedef struct {
-    char path[32][256];
-    uint64_t n_pos[32];
-    int n, n_bad;
-} listing;
-
-static int list_one(void *user, const char *path, const k3_state_head *h, int rc,
-                    const k3_error *err) {
-    listing *l = user;
-    (void)err;
-    if (rc < 0) l->n_bad++;
-    if (l->n == 32) return 1;
-    snprintf(l->path[l->n], sizeof l->path[0], "%s", path);
-    l->n_pos[l->n++] = h->n_pos;
-    return 0;
-}
-
-static listing cache_list(void) {
-    listing l;
-    k3_error err = {{0}};
-    memset(&l, 0, sizeof l);
-    CHECK(k3_cache_list(cache_dir, list_one, &l, &err) >= 0);
-    return l;
-}
 
 /* Entries at 20, 40 .. 180; every length finds the longest not above it, and goes on from there. */
 static void test_cache_prefix(void) {
@@ -1184,7 +1576,13 @@ int main(int argc, char **argv) {
     test_refusals();
     test_fingerprint();
     test_prints_by_sums();
+    test_repaired();
+    test_touched();
     test_save_errors();
+    test_save_foreign();
+    test_save_room();
+    test_no_locks();
+    test_cache_foreign();
     test_save_killed();
     test_snapshots();
     test_plan();
