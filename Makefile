@@ -17,7 +17,7 @@ K3_BITS = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errn
           -fno-trapping-math
 K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
 K3_OMP ?= -fopenmp
-K3_LIBS = $(K3_CURL) -luring -lpcre2-8 -ljson-c -lzstd -lssl -lcrypto -lpthread -lm
+K3_LIBS = $(K3_CURL) -luring -ljson-c -lzstd -lssl -lcrypto -lpthread -lm
 
 # libcurl dials far boxes. CURL=0, and what is linked statically, does without it, without TLS and
 # proxies on the client's side.
@@ -56,7 +56,7 @@ KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/k3_temp.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 COMMANDS = $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(BUILD)/k3_gpu.o
-TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
+TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
           $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/tier_chaos $(BUILD)/tls_bad \
           $(BUILD)/k3-tier-fake
@@ -186,6 +186,10 @@ $(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(filter-out %/k3_c
 $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(K3_LIBS)
+
+$(BUILD)/test_unicode: tests/test_unicode.c $(BUILD)/k3_text.o
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 
 $(BUILD)/test_kernels: tests/test_kernels.c $(BUILD)/k3.o $(PARTS)
 	$(call say,CC   $<)

@@ -12,25 +12,26 @@
  *             The official code asks for specials part by part, so a spelling that a
  *             cut goes through is ordinary text. The text between two specials is
  *             encoded alone.
- *   pieces    one regular expression, leftmost-first, splits text into words.
+ *   pieces    one regular expression, leftmost-first, splits text into words. It is matched
+ *             by hand; the kinds of characters come from k3_unicode.h, whose Unicode version
+ *             is that of the official tokenizer and not that of an installed library.
  *   ids       a piece that is a vocabulary entry is that id; any other starts as
  *             single bytes and merges the adjacent pair of lowest rank until none is left.
  *
- * Nothing here is worse than n log n: parts bound the length of a piece, every repeat in
- * the expression is over one character class, and merging keeps its pairs in a heap.
+ * Nothing here is worse than n log n: parts bound the length of a piece, cutting reads
+ * each character a bounded number of times, and merging keeps its pairs in a heap.
  * Concatenating the bytes of the ids always gives the text back.
  *
  * Both files of the model directory are untrusted: every line is checked before use.
  * Encoding uses scratch inside the tokenizer, so one thread encodes at a time; the id
  * look-ups only read. Source: K3-SPEC 4.1 to 4.3.
  */
-#define PCRE2_CODE_UNIT_WIDTH 8
 #include "k3_error.h"
+#include "k3_unicode.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <json-c/json.h>
-#include <pcre2.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -69,9 +70,6 @@ struct k3_tokenizer {
     uint32_t byte_id[256];
     uint32_t sorted[N_SPECIALS]; /* special ids by spelling                          */
     uint16_t first[257];         /* those that start with byte b: first[b]..first[b+1] */
-    pcre2_code *regex;
-    pcre2_match_data *match;
-    uint32_t match_options;
     bpe_node *node; /* [scratch_cap]     */
     uint64_t *heap; /* [2 * scratch_cap] rank << 32 | start */
     size_t scratch_cap, n_heap;
@@ -503,63 +501,134 @@ static size_t special_at(const k3_tokenizer *t, const uint8_t *s, size_t n, uint
 }
 
 /* ---- Pieces ----------------------------------------------------------------------
- * The official expression (K3-SPEC 4.2) in PCRE2's dialect; the same alternatives in
- * the same order. Three things differ in spelling only:
+ * The official expression (K3-SPEC 4.2), matched by hand. Its alternatives, in order:
  *
- *   [\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]   PCRE2 has no intersection. The general
- *       categories partition all characters, so this is "none of Ll N P S Z C Han".
- *   \p{Han}   means Script_Extensions since PCRE2 10.40, hence sc:Han; before 10.40 sc:
- *       was unknown and \p{Han} was the script.
- *   \s        is Unicode's White_Space, written out: PCRE2's own adds U+180E.
+ *   1  HAN+
+ *   2  PREFIX? A* B+ CONTRACTION?     A: [\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]
+ *   3  PREFIX? A+ B* CONTRACTION?     B: [\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]
+ *   4  NUMBER{1,3}
+ *   5  [ ]? LONE+ [\r\n]*             LONE: [^\s\p{L}\p{N}]
+ *   6  SPACE* [\r\n]+                 SPACE: \s
+ *   7  SPACE+ (?!\S)
+ *   8  SPACE+
  *
- * Every repeat is over a single class, so neither the interpreter nor the JIT needs
- * memory that grows with the text, and a failed try costs one pass over its run: the
- * alternative that follows it then consumes that run. */
+ * Each class is a union of the kinds of k3_unicode.h, so a class is a set of kinds and
+ * "is this character in the class" is one AND. PCRE2 is no choice here: the Unicode version
+ * of its tables is that of the installed library, and 8,242 code points were cut
+ * differently by the one of Debian 12.
+ *
+ * Time: no character is read again after a piece has taken it, and what a piece reads and
+ * does not take is taken whole by the next piece, or by the one after that. */
 
-#define WS "\\t-\\r \\x{85}\\x{a0}\\x{1680}\\x{2000}-\\x{200a}\\x{2028}\\x{2029}" \
-           "\\x{202f}\\x{205f}\\x{3000}"
-#define UPPERISH(HAN)  "[^\\p{Ll}\\p{N}\\p{P}\\p{S}\\p{Z}\\p{C}" HAN "]"
-#define LOWERISH(HAN)  "[^\\p{Lu}\\p{Lt}\\p{N}\\p{P}\\p{S}\\p{Z}\\p{C}" HAN "]"
-#define PREFIX         "[^\\r\\n\\p{L}\\p{N}]?"
-#define CONTRACTION    "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-#define PIECE(HAN)                                               \
-    HAN "+"                                                      \
-    "|" PREFIX UPPERISH(HAN) "*" LOWERISH(HAN) "+" CONTRACTION   \
-    "|" PREFIX UPPERISH(HAN) "+" LOWERISH(HAN) "*" CONTRACTION   \
-    "|\\p{N}{1,3}"                                               \
-    "| ?[^" WS "\\p{L}\\p{N}]+[\\r\\n]*"                         \
-    "|[" WS "]*[\\r\\n]+"                                        \
-    "|[" WS "]+(?![^" WS "])"                                    \
-    "|[" WS "]+"
+#define KIND(name) (1u << UNICODE_##name)
 
-static int pretok_open(k3_tokenizer *t, k3_error *err) {
-    static const char *const dialect[2] = {PIECE("\\p{sc:Han}"), PIECE("\\p{Han}")};
-    int fault = 0;
-    PCRE2_SIZE at = 0;
-    for (int i = 0; i < 2 && !t->regex; i++)
-        t->regex = pcre2_compile((PCRE2_SPTR)dialect[i], PCRE2_ZERO_TERMINATED,
-                                 PCRE2_UTF | PCRE2_UCP | PCRE2_ANCHORED, &fault, &at, NULL);
-    if (!t->regex) {
-        PCRE2_UCHAR why[128];
-        pcre2_get_error_message(fault, why, sizeof why);
-        return fail(err, fault == PCRE2_ERROR_HEAP_FAILED ? K3_ENOMEM : K3_EUSAGE,
-                    "tokenizer: PCRE2 cannot compile the word pattern: %s at %zu",
-                    (const char *)why, (size_t)at);
+enum {
+    HAN = KIND(HAN) | KIND(HAN_LETTER) | KIND(HAN_NUMBER),
+    UPPERISH = KIND(UPPER) | KIND(LETTER) | KIND(MARK), /* A */
+    LOWERISH = KIND(LOWER) | KIND(LETTER) | KIND(MARK), /* B */
+    NUMBER = KIND(NUMBER) | KIND(HAN_NUMBER),
+    NEWLINE = KIND(NEWLINE),
+    SPACE = KIND(SPACE) | KIND(NEWLINE),
+    LONE = KIND(OTHER) | KIND(MARK) | KIND(HAN),
+    PREFIX = KIND(OTHER) | KIND(MARK) | KIND(HAN) | KIND(SPACE) /* [^\r\n\p{L}\p{N}] */
+};
+
+/* The kind, as a set of one, of the character at s[i], and in *next the place after it.
+ * At the end of the text: the empty set. */
+static inline unsigned kind_at(const uint8_t *s, size_t n, size_t i, size_t *next) {
+    *next = i;
+    if (i >= n)
+        return 0;
+    size_t width = utf8_width(s[i]);
+    *next = i + width;
+    return 1u << unicode_kind(utf8_point(s + i, width));
+}
+
+/* End of the run of characters of one class that starts at s[i]; i when there is none. */
+static size_t run_end(const uint8_t *s, size_t n, size_t i, unsigned set) {
+    size_t next;
+    while (kind_at(s, n, i, &next) & set)
+        i = next;
+    return i;
+}
+
+/* The letter at s[i] without its case, for CONTRACTION; U+017F, the long s, folds to s. */
+static uint8_t folded_at(const uint8_t *s, size_t n, size_t i, size_t *next) {
+    *next = i + 1;
+    if (i + 1 < n && s[i] == 0xc5 && s[i + 1] == 0xbf) {
+        *next = i + 2;
+        return 's';
     }
-    pcre2_jit_compile(t->regex, PCRE2_JIT_COMPLETE); /* a refusal only means slower matching */
-    t->match = pcre2_match_data_create(1, NULL);
-    t->match_options = PCRE2_NO_UTF_CHECK; /* utf8_stretch has checked */
-    return t->match ? K3_OK : fail_memory(err, "matching");
+    return i >= n ? 0 : s[i] >= 'A' && s[i] <= 'Z' ? (uint8_t)(s[i] + 32) : s[i];
+}
+
+/* CONTRACTION? at s[i]: (?i:'s|'t|'re|'ve|'m|'ll|'d). Returns its end, i when there is none. */
+static size_t contraction_end(const uint8_t *s, size_t n, size_t i) {
+    size_t one, two;
+    if (i >= n || s[i] != '\'')
+        return i;
+    uint8_t a = folded_at(s, n, i + 1, &one), b = folded_at(s, n, one, &two);
+    if (a == 's' || a == 't' || a == 'm' || a == 'd')
+        return one;
+    bool is_long = (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l');
+    return is_long ? two : i;
+}
+
+/* Alternatives 2 and 3 at s[at]: the end of the word, `at` when there is none.
+ *
+ * A* takes all it can, then B+ must find something: the run of B that follows, or else the
+ * last character of the run of A that is in B too, where the word then ends. Without either,
+ * alternative 2 is tried again without its prefix, and only a MARK, which is in B, can be
+ * both a prefix and a word of its own. What is left is alternative 3, a run of A alone. */
+static size_t word_end(const uint8_t *s, size_t n, size_t at) {
+    size_t next, after_prefix;
+    unsigned first = kind_at(s, n, at, &after_prefix), kind;
+    size_t start = first & PREFIX ? after_prefix : at, i = start, after_b = start;
+    for (; (kind = kind_at(s, n, i, &next)) & UPPERISH; i = next)
+        if (kind & LOWERISH)
+            after_b = next;
+    for (; kind & LOWERISH; kind = kind_at(s, n, i, &next))
+        after_b = i = next;
+    if (after_b > start)
+        return contraction_end(s, n, after_b);
+    if (first & KIND(MARK))
+        return contraction_end(s, n, after_prefix);
+    return i > start ? contraction_end(s, n, i) : at;
+}
+
+/* Alternatives 6 to 8 at s[at], which is a space: up to the last newline of the run; else all
+ * of it, without its last character when another character follows and it is not the only one. */
+static size_t space_end(const uint8_t *s, size_t n, size_t at) {
+    size_t next, i = at, last = at, after_newline = at;
+    unsigned kind;
+    for (; (kind = kind_at(s, n, i, &next)) & SPACE; i = next) {
+        last = i;
+        if (kind & NEWLINE)
+            after_newline = next;
+    }
+    if (after_newline > at)
+        return after_newline;
+    return i == n || last == at ? i : last;
 }
 
 /* End of the piece that starts at `at` < n of the valid text s[n]. The expression covers
- * every character and its work per piece is bounded, so only memory can lack. */
-static int pretok_next(k3_tokenizer *t, const uint8_t *s, size_t n, size_t at, size_t *end,
-                       k3_error *err) {
-    int rc = pcre2_match(t->regex, s, n, at, t->match_options, t->match, NULL);
-    if (rc < 0) return fail(err, K3_ENOMEM, "tokenizer: PCRE2 error %d while matching", rc);
-    *end = pcre2_get_ovector_pointer(t->match)[1];
-    return K3_OK;
+ * every character, so the end is past `at`. */
+static size_t pretok_next(const uint8_t *s, size_t n, size_t at) {
+    size_t next, end;
+    unsigned first = kind_at(s, n, at, &next);
+    if (first & HAN)
+        return run_end(s, n, next, HAN);
+    if ((end = word_end(s, n, at)) > at)
+        return end;
+    if (first & NUMBER) {
+        for (int digits = 1; digits < 3 && kind_at(s, n, next, &end) & NUMBER; digits++)
+            next = end;
+        return next;
+    }
+    size_t start = s[at] == ' ' ? at + 1 : at;
+    if ((end = run_end(s, n, start, LONE)) > start)
+        return run_end(s, n, end, NEWLINE);
+    return space_end(s, n, at);
 }
 
 /* ---- Parts -----------------------------------------------------------------------
@@ -569,11 +638,7 @@ static int pretok_next(k3_tokenizer *t, const uint8_t *s, size_t n, size_t at, s
 
 /* Python's str.isspace: White_Space and the four ASCII separators. */
 static bool is_python_space(uint32_t point) {
-    if (point < 0x80)
-        return point == ' ' || (point >= 0x09 && point <= 0x0d) || (point >= 0x1c && point <= 0x1f);
-    return point == 0x85 || point == 0xa0 || point == 0x1680 ||
-           (point >= 0x2000 && point <= 0x200a) || point == 0x2028 || point == 0x2029 ||
-           point == 0x202f || point == 0x205f || point == 0x3000;
+    return (1u << unicode_kind(point) & SPACE) != 0 || (point >= 0x1c && point <= 0x1f);
 }
 
 /* Bytes of the part at the start of the valid text s[n]; *slice_left counts the characters
@@ -694,16 +759,14 @@ static void sink_put(id_sink *out, uint32_t id) {
 
 /* Valid text without specials. */
 static int encode_plain(k3_tokenizer *t, const uint8_t *s, size_t n, id_sink *out, k3_error *err) {
-    for (size_t at = 0, end = 0; at < n; at = end) {
-        int rc = pretok_next(t, s, n, at, &end, err);
-        if (rc < 0)
-            return rc;
+    for (size_t at = 0, end; at < n; at = end) {
+        end = pretok_next(s, n, at);
         uint32_t id = vocab_find(t, s + at, end - at);
         if (id != NO_ID) {
             sink_put(out, id);
             continue;
         }
-        rc = bpe_merge(t, s + at, end - at, err);
+        int rc = bpe_merge(t, s + at, end - at, err);
         if (rc < 0)
             return rc;
         for (size_t i = 0; i < end - at; i = t->node[i].next)
@@ -835,8 +898,6 @@ static int tokenizer_build(k3_tokenizer **out, const char *ranks, size_t n_ranks
     }
     if (rc == K3_OK)
         rc = specials_finish(t, err);
-    if (rc == K3_OK)
-        rc = pretok_open(t, err);
     if (rc < 0) {
         k3_tokenizer_close(t);
         return rc;
@@ -870,8 +931,6 @@ int k3_tokenizer_open(k3_tokenizer **out, const char *model_dir, k3_error *err) 
 void k3_tokenizer_close(k3_tokenizer *t) {
     if (!t)
         return;
-    pcre2_match_data_free(t->match);
-    pcre2_code_free(t->regex);
     free(t->node);
     free(t->heap);
     free(t->table);

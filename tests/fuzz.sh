@@ -16,7 +16,7 @@ for target in text config header index state tier slice; do
     [ $target != tier ] || more="k3.c k3_temp.c tier_dial.c tier_tls.c" # it includes the client and the server
     # shellcheck disable=SC2086
     clang -std=c99 -D_GNU_SOURCE -O1 -g -fsanitize=fuzzer,address,undefined -Wno-unused-function \
-        -o $dir/fuzz_$target tests/fuzz_$target.c $more -luring -lpcre2-8 -ljson-c -lzstd -lssl -lcrypto \
+        -o $dir/fuzz_$target tests/fuzz_$target.c $more -luring -ljson-c -lzstd -lssl -lcrypto \
         -lpthread -lm
     mkdir -p $dir/corpus_$target
     $dir/fuzz_$target -max_total_time="$seconds" -artifact_prefix=$dir/ -print_final_stats=1 \

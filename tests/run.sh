@@ -51,6 +51,7 @@ replay() {
 compute() {
     run "$BUILD/test_kernels" $quick
     run "$BUILD/test_text"
+    run "$BUILD/test_unicode" $quick
     run "$BUILD/test_model"
     run "$BUILD/test_engine" demo scripts tests/data $quick
     run "$BUILD/test_stream" demo $quick

@@ -9,7 +9,7 @@ cc=aarch64-linux-gnu-gcc
 for tool in $cc qemu-aarch64; do
     command -v $tool >/dev/null || { echo "neon: SKIP $tool is not installed (scripts/deps.sh ci)"; exit 77; }
 done
-if ! echo 'int main(void) { return 0; }' | $cc -x c -o /dev/null - -luring -lpcre2-8 -ljson-c -lzstd -lssl -lcrypto 2>/dev/null; then
+if ! echo 'int main(void) { return 0; }' | $cc -x c -o /dev/null - -luring -ljson-c -lzstd -lssl -lcrypto 2>/dev/null; then
     echo "neon: SKIP the arm64 libraries are not installed (scripts/deps.sh ci)"
     exit 77
 fi
