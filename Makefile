@@ -56,10 +56,12 @@ KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 COMMANDS = $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(BUILD)/k3_gpu.o
+COMMANDS += $(addprefix $(BUILD)/cli/,screen.o)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
           $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/tier_chaos \
           $(BUILD)/k3-tier-fake
+TESTS  += $(BUILD)/test_screen
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
           $(BUILD)/replay_state $(BUILD)/replay_tier $(BUILD)/replay_slice
 
@@ -178,6 +180,10 @@ $(BUILD)/k3_cli_test.o: k3_cli.c | $(BUILD)
 $(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(filter-out %/k3_chat.o,$(COMMANDS)) $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
+
+$(BUILD)/test_screen: tests/test_screen.c $(BUILD)/cli/screen.o
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $< $(BUILD)/cli/screen.o
 
 $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)

@@ -10,6 +10,7 @@
  * with "k3: " and goes to stderr; a function that returns an exit code has already said
  * why; nothing here changes a bit of the output, the engine behind k3.h does all of that.
  */
+#include "cli/screen.h"
 #include "experts.h"
 #include "k3_cli.h"
 #include "slice.h"
@@ -59,6 +60,7 @@ int exit_code(int status) {
 }
 
 static void say_args(const char *format, va_list args) {
+    screen_release();
     fputs("k3: ", stderr);
     vfprintf(stderr, format, args);
     fputc('\n', stderr);
@@ -103,8 +105,8 @@ int fail_stdout(int error) {
 
 /* Write to stdout now, so that text appears as it is made. */
 int out_write(const char *p, size_t n_bytes) {
-    if (fwrite(p, 1, n_bytes, stdout) == n_bytes && fflush(stdout) == 0) return DONE;
-    return fail_stdout(errno);
+    int error = screen_write(p, n_bytes);
+    return error ? fail_stdout(error) : DONE;
 }
 
 int out_json_line(struct json_object *o) {
@@ -702,21 +704,21 @@ void console_init(console *c, const cli_args *a) {
 }
 
 void console_clear(console *c) {
-    if (c->is_shown) fputs("\r\033[K", stderr);
+    if (c->is_shown) screen_wipe(c->is_below);
     c->is_shown = false;
 }
 
 void console_note(void *user, const char *line) {
     console *c = user;
     console_clear(c);
-    if (c->is_quiet) return;
-    if (c->hides_compute) fputc('\n', stderr); /* the answer is on the same line */
-    say("note: %s", line);
+    if (!c->is_quiet) screen_note(line);
 }
 
 /* The answer's n_said-th id of at most n_want is to be run; n_said 0: a prompt is. */
 void console_answer(console *c, uint64_t n_said, uint64_t n_want) {
-    if (n_said <= 1) c->said_ns = clock_ns();
+    c->step_ns = clock_ns();
+    c->step_read_bytes = c->seen_bytes;
+    if (n_said <= 1) c->said_ns = c->step_ns;
     c->n_said = n_said;
     c->n_want = n_want;
 }
@@ -751,14 +753,17 @@ static void console_bytes(char *line, size_t cap, const console *c, const k3_pro
 }
 
 /* "prompt: layer 12, 3.20 GB/s, 37 %, 322 positions left, 8.1 tok/s, 42 s left", then
- * "answer: layer 12, 3.20 GB/s, 8 ids, 0.4 tok/s, at most 42 s left". */
+ * "answer: layer 12, 3.20 GB/s, 8 ids, this one 2.41 GiB, 0.4 tok/s, at most 42 s left". */
 static void console_compute(char *line, size_t cap, const console *c, const k3_progress *p,
                             uint64_t now) {
     double seconds = (double)(now - (c->n_said ? c->said_ns : c->start_ns)) * 1e-9;
     if (c->read_speed >= 5e6) line_add(line, cap, ", %.2f GB/s", c->read_speed * 1e-9);
     if (c->n_said) {
         double rate = seconds > 0 ? (double)(c->n_said - 1) / seconds : 0;
+        uint64_t n_read = p->read_bytes - c->step_read_bytes;
+        char read[32];
         line_add(line, cap, ", %llu ids", (unsigned long long)c->n_said);
+        if (n_read >= 1u << 20) line_add(line, cap, ", this one %s", fmt_bytes(read, n_read));
         if (rate <= 0) return;
         line_add(line, cap, ", %.1f tok/s", rate);
         line_add_left(line, cap, "at most ", (double)(c->n_want - c->n_said) / rate);
@@ -793,6 +798,9 @@ static void console_wait(console *c, uint64_t now) {
     c->has_said_wait = true;
 }
 
+/* A token that takes longer than this has its status shown below the text. */
+#define SLOW_NS 1000000000u
+
 static int console_progress(void *user, const k3_progress *p) {
     static const char *const phase[] = {"headers", "loading", "prompt", "checking"};
     console *c = user;
@@ -803,10 +811,12 @@ static int console_progress(void *user, const k3_progress *p) {
     if (p->phase != c->phase || p->done < c->done) c->start_ns = now;
     c->phase = p->phase;
     c->done = p->done;
+    c->seen_bytes = p->read_bytes;
     if (!c->is_tty || now - c->last_ns < 100000000u) return 0;
     console_speed(c, p, now);
     c->last_ns = now;
-    if (p->phase == K3_PHASE_COMPUTE && c->hides_compute) return 0;
+    c->is_below = p->phase == K3_PHASE_COMPUTE && c->hides_compute;
+    if (c->is_below && now - c->step_ns < SLOW_NS) return 0; /* the text itself shows the way */
     bool is_answer = p->phase == K3_PHASE_COMPUTE && c->n_said;
     const char *verb = c->verb && p->phase == K3_PHASE_LOAD ? c->verb : phase[p->phase];
     snprintf(line, sizeof line, "%s:", is_answer ? "answer" : verb);
@@ -820,8 +830,7 @@ static int console_progress(void *user, const k3_progress *p) {
         console_bytes(line, sizeof line, c, p, (double)(now - c->start_ns) * 1e-9);
     char *comma = strchr(line, ',');
     if (comma) memmove(comma, comma + 1, strlen(comma)); /* "prompt:, layer 3" */
-    fprintf(stderr, "\r\033[K%s", line);
-    c->is_shown = true;
+    c->is_shown = screen_draw(line, c->is_below);
     return 0;
 }
 

@@ -118,12 +118,15 @@ extern volatile sig_atomic_t interrupted; /* how often Ctrl-C asked */
 typedef struct {
     bool is_tty, is_quiet;
     bool is_shown;      /* a progress line is on the screen                      */
-    bool hides_compute; /* text is streaming: no line in its way                 */
+    bool is_below;      /* ... on the row below the answer                       */
+    bool hides_compute; /* text is streaming: only a slow token shows its status */
     int n_grace;        /* so many Ctrl-C do not yet cancel the step             */
     uint64_t asked_ns;  /* when one did not                                      */
     bool has_said_wait;
     uint64_t n_said, n_want; /* ids of the answer: so far, 0 in the prompt; at most   */
     uint64_t said_ns;        /* when the answer began                                 */
+    uint64_t step_ns;        /* when the step at work began ...                       */
+    uint64_t step_read_bytes, seen_bytes; /* ... what was read before it; and so far  */
     const char *verb;        /* what loading is called, if not that                    */
     k3_phase phase;
     uint64_t done, start_ns, last_ns;
