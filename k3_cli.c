@@ -10,6 +10,8 @@
  * with "k3: " and goes to stderr; a function that returns an exit code has already said
  * why; nothing here changes a bit of the output, the engine behind k3.h does all of that.
  */
+#include "cli/forecast.h"
+#include "cli/place.h"
 #include "cli/screen.h"
 #include "experts.h"
 #include "k3_cli.h"
@@ -34,12 +36,6 @@
 /* Hashes and dumps are little-endian, and are taken straight from memory. */
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "k3 reads model files in place and needs a little-endian machine"
-#endif
-
-/* Where the bundled model is: in the source tree, then (K3_SHARE_DIR) where it was installed.
- * The Makefile knows both; ./demo is tried as well. */
-#ifndef K3_DEMO_DIR
-#define K3_DEMO_DIR "demo"
 #endif
 
 /* ==== 1. Exit codes and messages =====================================================
@@ -87,6 +83,15 @@ int fail_memory(const char *what, size_t n_bytes) {
     return fail(FAIL_IO, "no memory for %s (%zu bytes)", what, n_bytes);
 }
 
+/* --ram without a unit, and so small that a unit was meant; 0: it was not. */
+#define LEAST_BYTES ((uint64_t)1 << 20)
+static uint64_t bytes_typed;
+
+static void say_unit(void) {
+    unsigned long long n = bytes_typed;
+    say("--ram %llu was read as %llu bytes: did you mean --ram %lluG?", n, n, n);
+}
+
 /* A status of the engine with its own words, then what to do next where that is known. */
 int fail_status(int status, const k3_error *err) {
     if (status == K3_ECANCEL) return fail(INTERRUPTED, "interrupted");
@@ -94,6 +99,7 @@ int fail_status(int status, const k3_error *err) {
     if (status == K3_ENUMERIC)
         say("`k3 verify --model DIR` tells damaged files from a fault of the engine");
     if (status == K3_ENOMEM) say("a smaller --context or --chunk needs less memory");
+    if (status == K3_EBUDGET && bytes_typed) say_unit();
     return exit_code(status);
 }
 
@@ -310,6 +316,14 @@ static const cli_option OPTION[] = {
      "the published logits of the real weights; says how far, exit 5 if too far"},
     {"--disk", "GB/S", KIND_REAL, AT(disk), PLAN, G_MEASURE, NULL, 0, 1000,
      "seconds for a disk of this speed (default: for 3, 7 and 14)"},
+    {"--disk-rate", "GB/S", KIND_REAL, AT(disk), PLAN, G_MEASURE, NULL, 0, 1000,
+     "the same as --disk"},
+    {"--gflops", "N", KIND_REAL, AT(gflops), PLAN, G_MEASURE, NULL, 0, 100000,
+     "seconds to the first token for cores of so many GFLOP/s each, of which\n"
+     "--threads says how many (default: as one of this machine is measured)"},
+    {"--released", NULL, KIND_FLAG, AT(released), PLAN, G_MODEL, NULL, 0, 0,
+     "the released Kimi K3, by the config.json that comes with k3: before its\n"
+     "1.56 TB are here"},
     {"--write-sums", NULL, KIND_FLAG, AT(write_sums), VERIFY, G_MEASURE, NULL, 0, 0,
      "keep a checksum of everything that was read, beside the model or as\n"
      "--sums says; later runs compare every read with it. Checksums that are\n"
@@ -359,14 +373,15 @@ static const cli_option OPTION[] = {
      "say more: settings, memory, experts read"},
 
     {"--model", "DIR", KIND_TEXT, AT(model), ANY & ~CACHE, G_MODEL, NULL, 0, 0,
-     "a model directory as downloaded (default: the bundled model)"},
+     "a model directory as downloaded (default: K3_MODEL of the environment, else\n"
+     "the small bundled model)"},
     {"--context", "N", KIND_COUNT, AT(context), RUN | CHAT | BENCH | PLAN | INFO, G_MODEL, NULL, 1,
      MAX_CONTEXT,
      "positions to hold, prompt and answer together (default: 4096, or the\n"
      "model's maximum if that is smaller; what it needs, for bench and for a\n"
      "longer prompt)"},
     {"--ram", "SIZE", KIND_SIZE, AT(ram), RUN | CHAT | BENCH | VERIFY | PLAN, G_MODEL, NULL, 1, 0,
-     "bound for the whole process: 8G, 512M, 1.5GiB, or bytes; `k3 plan`\n"
+     "bound for the whole process: 8G, 512M, 1.5GiB; without a unit, bytes; `k3 plan`\n"
      "shows what it buys (default: what is free, less 1/16)"},
     {"--threads", "N", KIND_COUNT, AT(threads), RUN | CHAT | BENCH | VERIFY | PLAN, G_MODEL, "0", 0,
      1024, "0 is one for each core this process may use"},
@@ -417,7 +432,8 @@ static const cli_option OPTION[] = {
      "beside --ram, serves others of yours too and ends ten minutes after them;\n"
      "the k3-tier beside k3, or in PATH, unless K3_TIER names another"},
     {"--psk-file", "FILE", KIND_READ, AT(psk_file), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
-     "the key that boxes ask for, and must themselves know"},
+     "the key that boxes ask for, and must themselves know; made once with\n"
+     "(umask 077; openssl rand -base64 32 >key), and carried to each of them"},
     {"--tier-ca", "FILE", KIND_READ, AT(tier_ca), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
      "trust tls: boxes whose certificate this one signed, or is (default: the\n"
      "system's authorities)"},
@@ -538,6 +554,17 @@ static int option_add_box(const char *name, const char **box, size_t *n, const c
     return DONE;
 }
 
+/* A small number without a unit: bytes were hardly meant. A budget that is too small is refused later, with
+ * its floor, and this is said then; a cache of so few bytes would be emptied. */
+static int option_check_unit(const cli_option *o, const char *text, uint64_t value) {
+    if (strspn(text, "0123456789") != strlen(text) || value == 0) return DONE;
+    if (o->at == AT(ram) && value < LEAST_BYTES) bytes_typed = value;
+    if (o->at == AT(cache_size) && value < 1024)
+        return fail(FAIL_USAGE, "%s: %s is %s bytes: did you mean %sG? (%sB if not)", o->name, text,
+                    text, text, text);
+    return DONE;
+}
+
 /* Store one value, checked. */
 static int option_set(const cli_option *o, cli_args *a, const char *text) {
     void *field = (char *)a + o->at;
@@ -560,7 +587,8 @@ static int option_set(const cli_option *o, cli_args *a, const char *text) {
     case KIND_COUNT: return option_set_count(o, a, text);
     case KIND_REAL: return option_set_real(o, a, text);
     case KIND_SIZE:
-        if (parse_size(text, field) && *(uint64_t *)field >= o->lo) return DONE;
+        if (parse_size(text, field) && *(uint64_t *)field >= o->lo)
+            return option_check_unit(o, text, *(uint64_t *)field);
         return fail(FAIL_USAGE, "%s: '%s' is not a size such as 8G, 512M or 1.5GiB", o->name, text);
     case KIND_HASH:
         if (parse_hash(text, field)) return DONE;
@@ -668,6 +696,17 @@ static int args_parse(cli_args *a, const cli_command *cmd, int argc, char **argv
         }
     }
     return rc;
+}
+
+/* K3_MODEL stands for a --model that was not given; empty it is none. No other variable says what is
+ * computed. */
+static void args_from_environment(cli_args *a, const cli_command *cmd) {
+    const char *model = getenv("K3_MODEL");
+    bool takes_model = option_find("--model", strlen("--model"), cmd->bit) != NULL;
+    a->model_by = "--model";
+    if (a->model || !takes_model || a->released || !model || !model[0]) return;
+    a->model = model;
+    a->model_by = "K3_MODEL";
 }
 
 /* ==== 4. Terminal: notes, progress, Ctrl-C ===========================================
@@ -904,9 +943,24 @@ static int ids_encode(id_list *out, k3_tokenizer *t, const char *text, size_t n_
     return DONE;
 }
 
+/* Somebody feeds us: stdin is a pipe, a socket or a file. A terminal, or /dev/null, is none. */
+static bool stdin_is_fed(void) {
+    struct stat st;
+    return fstat(STDIN_FILENO, &st) == 0 &&
+           (S_ISFIFO(st.st_mode) || S_ISSOCK(st.st_mode) || S_ISREG(st.st_mode));
+}
+
+static int prompt_sources(const cli_args *a) {
+    return (a->arg != NULL) + (a->prompt_file != NULL) + (a->ids != NULL);
+}
+
 /* One prompt, and not two? */
 static int prompt_check(const cli_args *a, const char *command) {
-    int n_source = (a->arg != NULL) + (a->prompt_file != NULL) + (a->ids != NULL);
+    int n_source = prompt_sources(a);
+    if (n_source == 0 && stdin_is_fed()) {
+        if (!a->quiet) say("reading the prompt from stdin");
+        return DONE;
+    }
     if (n_source == 0)
         return fail(FAIL_USAGE,
                     "%s needs a prompt: text, --prompt-file FILE, --ids N,N or - for stdin",
@@ -919,6 +973,7 @@ static int prompt_check(const cli_args *a, const char *command) {
 
 /* The file with the prompt, "-" for stdin; NULL: it is on the command line. */
 static const char *prompt_path(const cli_args *a) {
+    if (prompt_sources(a) == 0) return stdin_is_fed() ? "-" : NULL;
     return a->prompt_file ? a->prompt_file : a->arg && strcmp(a->arg, "-") == 0 ? a->arg : NULL;
 }
 
@@ -950,7 +1005,11 @@ static int prompt_read(const cli_args *a, blob *text, size_t most, id_list *ids,
         if (!text->p) return fail_memory("the prompt", text->n);
         memcpy(text->p, a->arg, text->n + 1);
     }
-    if (rc == DONE && text->n == 0)
+    if (rc == DONE && text->n == 0 && prompt_sources(a) == 0)
+        rc = fail(FAIL_USAGE,
+                  "%s needs a prompt, and stdin is empty: give text, --prompt-file FILE or --ids N,N",
+                  command);
+    else if (rc == DONE && text->n == 0)
         rc = fail(FAIL_USAGE, "%s: the prompt is empty, there is nothing to go on from", command);
     return rc;
 }
@@ -972,43 +1031,67 @@ int dir_check(const char *option, const char *dir, const char *holds) {
     struct stat st;
     if (stat(dir, &st) != 0) return fail(FAIL_MODEL, "%s %s: %s", option, dir, strerror(errno));
     if (S_ISDIR(st.st_mode)) return DONE;
+    size_t n = strlen(dir);
+    if (n > 5 && strcasecmp(dir + n - 5, ".gguf") == 0)
+        return fail(FAIL_MODEL,
+                    "%s %s: not a directory: k3 reads the released safetensors as downloaded, not "
+                    "GGUF files",
+                    option, dir);
     return fail(FAIL_MODEL, "%s %s: not a directory (give the one that holds %s)", option, dir,
                 holds);
 }
 
-/* The directory to open: --model, or the bundled model. */
+/* What a model directory holds, where it is none. */
+static int fail_no_model(const cli_args *a) {
+    char path[4200];
+    struct stat st;
+    snprintf(path, sizeof path, "%s/snapshots", a->model);
+    if (stat(path, &st) == 0 && S_ISDIR(st.st_mode))
+        return fail(FAIL_MODEL,
+                    "%s %s: no readable config.json there; this is a download cache: name the "
+                    "directory inside its snapshots/",
+                    a->model_by, a->model);
+    return fail(FAIL_MODEL,
+                "%s %s: no readable config.json there, so no model; the directory of a download "
+                "holds config.json, tiktoken.model, tokenizer_config.json and model-*.safetensors",
+                a->model_by, a->model);
+}
+
+/* The directory to open: --model, K3_MODEL, or the bundled model. */
 static int model_locate(const cli_args *a, const char **dir) {
-    static const char *const bundled[] = {K3_DEMO_DIR,
-#ifdef K3_SHARE_DIR
-                                          K3_SHARE_DIR,
-#endif
-                                          "demo"};
+    static char bundled[4200];
     int rc = DONE;
     for (size_t i = 0; i < a->n_mirror && rc == DONE; i++)
         rc = dir_check("--mirror", a->mirror[i], "shards");
-    if (rc == DONE && a->model) rc = dir_check("--model", a->model, "config.json");
+    if (rc == DONE && a->model) rc = dir_check(a->model_by, a->model, "config.json");
     *dir = a->model;
     if (rc != DONE) return rc;
     if (a->model) {
-        if (!is_model_dir(a->model))
-            return fail(FAIL_MODEL, "--model %s: no readable config.json there, so no model",
-                        a->model);
+        if (!is_model_dir(a->model)) return fail_no_model(a);
         return is_slice(a->model) ? fail(FAIL_MODEL,
-                                         "--model %s: a slice: some experts and nothing else; "
+                                         "%s %s: a slice: some experts and nothing else; "
                                          "`k3-tier --slice` serves it",
-                                         a->model)
+                                         a->model_by, a->model)
                                   : DONE;
     }
-    for (size_t i = 0; i < COUNT(bundled) && !*dir; i++)
-        if (is_model_dir(bundled[i])) *dir = bundled[i];
-    if (!*dir)
-        return fail(FAIL_USAGE, "no --model DIR given, and the bundled model is not at %s",
-                    K3_DEMO_DIR);
+    if (!place_find(PLACE_DEMO, bundled, sizeof bundled))
+        return fail(FAIL_USAGE,
+                    "no --model DIR given, and the bundled model is not at %s: give --model, set "
+                    "K3_MODEL, or `make install`",
+                    bundled);
+    *dir = bundled;
     return DONE;
 }
 
+/* Which model, where the command line does not say; with the bundled one, what comes after it. */
 static void model_say(const cli_args *a, const char *dir) {
-    if (!a->model && !a->quiet) say("no --model given: using the small bundled model, %s", dir);
+    if (a->quiet || (a->model && strcmp(a->model_by, "K3_MODEL") != 0)) return;
+    if (a->model)
+        say("model: %s (from K3_MODEL)", dir);
+    else
+        say("no --model given: using the small bundled model, %s; `k3 plan --released` says what the "
+            "real one needs",
+            dir);
 }
 
 int model_find(const cli_args *a, const char **dir) {
@@ -1086,12 +1169,22 @@ k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     return o;
 }
 
+/* OMP_NUM_THREADS says another number than what is used, and --threads none. */
+void threads_say(const console *con, const k3_engine *e, const k3_options *o) {
+    const char *wanted = getenv("OMP_NUM_THREADS");
+    if (con->is_quiet || o->headers_only || o->config_only || o->n_threads || !wanted) return;
+    if (strtol(wanted, NULL, 10) == k3_engine_threads(e)) return;
+    say("note: OMP_NUM_THREADS=%.40s is not read; %d threads, and --threads N sets another number",
+        wanted, k3_engine_threads(e));
+}
+
 int engine_open(k3_engine **e, const k3_options *o) {
     console *con = o->user;
     k3_error err = {{0}};
     int status = k3_engine_open(e, o, &err);
     console_clear(con);
     if (status < 0) return fail_status(status, &err);
+    threads_say(con, *e, o);
     con->n_layers = k3_engine_shape(*e)->n_layers;
     return DONE;
 }
@@ -1391,9 +1484,17 @@ static int run_check_context(const run_state *r, uint64_t context) {
     if (r->n_loaded + r->prompt_ids.n <= context) return DONE;
     if (r->n_loaded)
         snprintf(loaded, sizeof loaded, " after %llu of --load", (unsigned long long)r->n_loaded);
+    k3_shape sh;
+    uint64_t most = k3_config_read(&sh, r->dir, NULL) < 0 ? UINT64_MAX : sh.max_position;
+    if (r->n_loaded + r->prompt_ids.n > most)
+        return fail(exit_code(K3_EFULL),
+                    "the prompt is %zu ids%s and this model holds %llu, whatever --context says: "
+                    "shorten it",
+                    r->prompt_ids.n, loaded, (unsigned long long)most);
     return fail(exit_code(K3_EFULL),
-                "the prompt is %zu ids%s and the context holds %llu: raise --context",
-                r->prompt_ids.n, loaded, (unsigned long long)context);
+                "the prompt is %zu ids%s and the context holds %llu: raise --context to %llu or more",
+                r->prompt_ids.n, loaded, (unsigned long long)context,
+                (unsigned long long)(r->n_loaded + r->prompt_ids.n));
 }
 
 /* Positions to plan for: --context, else 0 (the engine's default), unless the prompt alone is
@@ -1412,7 +1513,8 @@ static int run_context(run_state *r, uint64_t *context) {
     uint64_t most = k3_engine_shape(e)->max_position;
     k3_engine_close(e);
     if (n > most)
-        return fail(exit_code(K3_EFULL), "the prompt is %llu ids and this model holds %llu",
+        return fail(exit_code(K3_EFULL),
+                    "the prompt is %llu ids and this model holds %llu: shorten it",
                     (unsigned long long)n, (unsigned long long)most);
     *context = r->a->tokens < most - n ? n + r->a->tokens : most;
     return DONE;
@@ -1814,6 +1916,7 @@ static int run_json(const run_state *r) {
     json_put(o, "chunk", json_object_new_int(k3_engine_chunk(r->e)));
     json_put(o, "numerics", json_object_new_string(K3_NUMERICS_ID));
     json_put(o, "version", json_object_new_string(K3_VERSION));
+    if (version_commit()[0]) json_put(o, "commit", json_object_new_string(version_commit()));
     return out_json_line(o);
 }
 
@@ -1837,8 +1940,19 @@ static void run_say_disk(const run_state *r) {
         fmt_bytes(ram, k3_engine_plan(r->e)->ram_bytes));
 }
 
+void tiers_say_silent(const cli_args *a, const k3_stats *st) {
+    char names[256] = "";
+    if (a->quiet || a->n_tier == 0 || a->gpu || st->far_asked > 0) return;
+    for (size_t i = 0; i < a->n_tier; i++)
+        line_add(names, sizeof names, "%s%s", i ? ", " : "", a->tier[i]);
+    say("note: no box was ready to be asked (%s): everything was read and computed here; `k3-tier "
+        "status ADDR` says what a box does",
+        names);
+}
+
 static void run_say_tier(const run_state *r) {
     k3_stats st = timeline_stats(&r->line, &r->line.before);
+    tiers_say_silent(r->a, &st);
     say("tier: %llu experts asked for, %.0f %% of them served; %llu answers too late",
         (unsigned long long)st.far_asked, percent(st.far_served, st.far_asked),
         (unsigned long long)st.far_late);
@@ -2978,6 +3092,23 @@ static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir
     return engine_open(e, &o);
 }
 
+/* What comes after a model that is whole: text needs its tokenizer, a long run wants sums and a plan. */
+static void verify_say_next(const cli_args *a, const char *dir, bool has_sums) {
+    char path[4352];
+    if (a->quiet) return;
+    snprintf(path, sizeof path, "%s/tiktoken.model", dir);
+    if (access(path, R_OK) != 0)
+        say("note: %s is absent: ids only, no text; download it as well", path);
+    if (!has_sums && !a->write_sums)
+        say("next: `k3 verify --write-sums --model %s` keeps checksums, and every later read is "
+            "compared with them",
+            dir);
+    else
+        say("next: `k3 plan --model %s` says what a token and a prompt take here, `k3 chat --model "
+            "%s` begins",
+            dir, dir);
+}
+
 static int cmd_verify(const cli_args *a) {
     k3_engine *e = NULL;
     console con;
@@ -3015,6 +3146,7 @@ static int cmd_verify(const cli_args *a) {
                                     : "");
     if (fflush(stdout) != 0) rc = fail_stdout(errno);
     if (rc == DONE && a->golden) rc = verify_golden(a, dir, &con);
+    if (rc == DONE) verify_say_next(a, dir, k3_engine_plan(e)->has_sums);
 done:
     k3_engine_close(e);
     return rc;
@@ -3070,15 +3202,22 @@ static void plan_next_gb(const k3_plan *p, const k3_shape *s) {
                trunk + (1 - trunk) * per_slot_gb, p->quota ? ", and less as slots fill" : "");
 }
 
+/* Bytes per second to plan for: the one that was given or measured, or three usual ones. */
+static size_t plan_rates(float gb_per_s, double rate[3]) {
+    static const double usual[] = {3e9, 7e9, 14e9};
+    for (size_t i = 0; i < COUNT(usual); i++) rate[i] = usual[i];
+    if (gb_per_s > 0) rate[0] = (double)gb_per_s * 1e9;
+    return gb_per_s > 0 ? 1 : COUNT(usual);
+}
+
 /* What one token reads, and how long that takes. */
 static void plan_reads(const k3_plan *p, const k3_shape *s, float disk) {
-    static const double usual[] = {3, 7, 14};
     char note[96];
     bool is_all = moe_layers(s) == 0 || p->quota == s->n_experts;
     uint64_t n_experts = is_all ? 0 : moe_layers(s) * s->top_k;
     uint64_t n_bytes = p->streamed_bytes + n_experts * s->expert_bytes;
-    double given = (double)disk;
-    const double *speed = disk > 0 ? &given : usual;
+    double rate[3];
+    size_t n_rate = plan_rates(disk, rate);
     puts("");
     snprintf(note, sizeof note, "of trunk; a chunk of a prompt is at most %u positions",
              (unsigned)p->chunk);
@@ -3090,10 +3229,58 @@ static void plan_reads(const k3_plan *p, const k3_shape *s, float disk) {
                  "trunk and %llu experts, none of them in a slot; guesses may add to it",
                  (unsigned long long)n_experts);
     plan_row("a token reads", n_bytes, note);
-    for (size_t i = 0; n_bytes && i < (disk > 0 ? 1 : COUNT(usual)); i++)
-        printf("  at %.3g GB/s %18.3f s a token, where the disk is what takes time\n", speed[i],
-               (double)n_bytes * 1e-9 / speed[i]);
+    for (size_t i = 0; n_bytes && i < n_rate; i++)
+        printf("  at %.3g GB/s %18.3f s a token, where the disk is what takes time\n",
+               rate[i] * 1e-9, (double)n_bytes / rate[i]);
     plan_next_gb(p, s);
+}
+
+/* Ids that K3's chat format adds to a first message at the default effort, by the released tokenizer: the 99
+ * of "user_turn" in tests/data/tokenizer_pins.json, less the 11 of its text. */
+enum { RELEASED_CHAT_IDS = 88 };
+
+/* Bytes and seconds to the first token. */
+static void plan_prompts(const cli_args *a, const k3_engine *e, const char *dir, float disk) {
+    double rate[3];
+    k3_tokenizer *t = NULL;
+    forecast f = {.sh = k3_engine_shape(e), .p = k3_engine_plan(e), .disk = rate};
+    f.n_disk = plan_rates(disk, rate);
+    f.n_threads = k3_engine_threads(e);
+    f.core_flops = (double)a->gflops * 1e9;
+    f.is_pinned_chat = a->released;
+    f.n_chat = a->released ? RELEASED_CHAT_IDS : 0;
+    if (!a->released && k3_tokenizer_open(&t, dir, NULL) >= 0) f.n_chat = chat_template_ids(t);
+    k3_tokenizer_close(t);
+    fflush(stdout);
+    if (forecast_print(&f) < 0 && !a->quiet)
+        say("note: these cores could not be measured; --gflops N says how fast they are");
+}
+
+/* The way on from a plan. */
+static void plan_say_next(const cli_args *a, const char *dir) {
+    if (a->quiet) return;
+    if (a->released)
+        say("next: `hf download moonshotai/Kimi-K3 --local-dir DIR` (of `pip install -U "
+            "huggingface_hub`; 1.56 TB), then `k3 verify --model DIR`");
+    else if (a->model)
+        say("next: `k3 chat --model %s` or `k3 run --model %s PROMPT`, with the same --ram and "
+            "--context%s",
+            dir, dir, a->reader || a->disk > 0 ? "" : "; `k3 plan --reader` measures this disk");
+    else
+        say("next: `k3 plan --released` plans for the real model");
+}
+
+/* The directory to plan for; with --released, one that holds a config.json and nothing else. */
+static int plan_locate(const cli_args *a, const char **dir) {
+    static char released[4200];
+    if (!a->released) return model_find(a, dir);
+    if (a->model || a->pins || a->reader)
+        return fail(FAIL_USAGE, "--released is a plan without files: not with %s",
+                    a->model ? "--model" : a->pins ? "--pins" : "--reader");
+    *dir = released;
+    if (place_find(PLACE_RELEASED, released, sizeof released)) return DONE;
+    return fail(FAIL_MODEL, "--released: no config.json in %s: `make install` puts it there",
+                released);
 }
 
 /* Open headers only, for the plan. Below the floor it is opened again, at the floor, and
@@ -3104,6 +3291,7 @@ static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console 
     k3_options o = engine_options(a, dir, con);
     k3_error err = {{0}};
     o.headers_only = true;
+    o.config_only = a->released;
     int status = k3_engine_open(e, &o, &err);
     *asked = a->ram;
     if (status == K3_EBUDGET) { /* not even the tables fit */
@@ -3140,10 +3328,10 @@ static int cmd_plan(const cli_args *a) {
     console con;
     const char *dir;
     uint64_t asked = 0;
-    if (is_given(a, "--disk") && !(a->disk > 0))
+    if ((is_given(a, "--disk") || is_given(a, "--disk-rate")) && !(a->disk > 0))
         return fail(FAIL_USAGE, "--disk: a disk of 0 GB/s reads nothing");
     console_init(&con, a);
-    int rc = model_find(a, &dir);
+    int rc = plan_locate(a, &dir);
     if (rc == DONE) rc = plan_open(&e, a, dir, &con, &asked);
     if (rc != DONE) return rc;
     const k3_plan *p = k3_engine_plan(e);
@@ -3151,6 +3339,7 @@ static int cmd_plan(const cli_args *a) {
     float disk = a->disk;
     if (a->reader) rc = plan_measure(dir, k3_engine_shape(e)->expert_bytes, a->ram, &disk);
     plan_reads(p, k3_engine_shape(e), disk);
+    if (rc == DONE) plan_prompts(a, e, dir, disk);
     if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);
     if (rc == DONE && asked < p->floor_bytes)
         rc = fail(FAIL_BUDGET,
@@ -3158,6 +3347,8 @@ static int cmd_plan(const cli_args *a) {
                   "give at least %llu bytes (%.2f GiB) with --ram, or a smaller --context",
                   (unsigned long long)asked, (unsigned long long)p->context,
                   (unsigned long long)p->floor_bytes, (double)p->floor_bytes / 0x1p30);
+    if (rc == FAIL_BUDGET && bytes_typed) say_unit();
+    if (rc == DONE) plan_say_next(a, dir);
     k3_engine_close(e);
     return rc;
 }
@@ -3223,7 +3414,8 @@ static int cmd_info(const cli_args *a) {
         printf("%s%s ", *name, k3_kernels_is_supported(*name) ? "" : " (not on this CPU)");
     printf("- best: %s\n", k3_engine_kernels(e));
     printf("numerics     %s\n", K3_NUMERICS_ID);
-    printf("version      %s\n", K3_VERSION);
+    printf("version      %s%s%s\n", K3_VERSION, version_commit()[0] ? ", commit " : "",
+           version_commit());
     k3_engine_close(e);
     return DONE;
 }
@@ -3553,7 +3745,7 @@ static int dispatch(int argc, char **argv) {
         return FAIL_USAGE;
     }
     if (strcmp(name, "-V") == 0 || strcmp(name, "--version") == 0)
-        return puts("k3 " K3_VERSION " (" K3_NUMERICS_ID ")") < 0 ? FAIL_IO : DONE;
+        return puts(version_text()) < 0 ? FAIL_IO : DONE;
     if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0) return help_all();
     if (strcmp(name, "help") == 0) return cmd_help(argc - 2, argv + 2);
     if (name[0] == '-') return fail_no_command(name);
@@ -3561,6 +3753,7 @@ static int dispatch(int argc, char **argv) {
     if (!cmd) return fail_unknown_command(name);
     int rc = args_parse(&a, cmd, argc - 2, argv + 2, &wants_help);
     if (wants_help) return help_command(cmd);
+    args_from_environment(&a, cmd);
     if (rc == DONE) rc = args_for_boxes(&a);
     if (rc == DONE) rc = args_for_files(&a);
     return rc != DONE ? rc : cmd->run(&a);

@@ -68,6 +68,8 @@ typedef struct {
     const char *prompt_file, *ids;
     bool control;
     const char *model, *kernels;
+    const char *model_by; /* what named the model: "--model" or "K3_MODEL"          */
+    bool released;        /* plan: the released config, no files                    */
     uint64_t threads, chunk, context, ram;
     uint64_t io, direct, policy; /* k3_io, k3_switch, k3_policy               */
     uint64_t io_depth;
@@ -84,6 +86,7 @@ typedef struct {
     bool no_look_ahead, no_check, write_sums, reader;
     const char *sums, *pins, *routing, *replay, *write_pins;
     float disk; /* GB/s                                                       */
+    float gflops; /* of one core                                              */
     float lora_eps;
     uint64_t tokens;
     bool no_stop;
@@ -163,6 +166,11 @@ int engine_open(k3_engine **e, const k3_options *o);
 /* With --gpu, our own box is one of the tiers; where it cannot be had, a line says why. */
 void engine_gpu(const cli_args *a, k3_options *o);
 bool is_streaming(const k3_engine *e);
+
+/* Notes of one line, none with -q: OMP_NUM_THREADS was not heeded; boxes were named and none of them was
+ * ever ready to be asked (`st`: what was counted since the session was new). */
+void threads_say(const console *con, const k3_engine *e, const k3_options *o);
+void tiers_say_silent(const cli_args *a, const k3_stats *st);
 void plan_say(const k3_engine *e);
 
 void json_put(json_object *o, const char *key, json_object *value);
@@ -173,6 +181,10 @@ void json_put_count(json_object *o, const char *key, uint64_t n);
 /* ---- Commands in files of their own ----------------------------------------------------- */
 
 int cmd_chat(const cli_args *a);
+
+/* Ids that the chat format adds to an empty first message, at the default settings of `k3 chat`; 0: this
+ * tokenizer has no chat format. */
+uint64_t chat_template_ids(k3_tokenizer *t);
 int cmd_slice(const cli_args *a);
 int cmd_stage(const cli_args *a);
 int bench_hop(const cli_args *a); /* k3 bench --hop */
