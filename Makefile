@@ -60,17 +60,17 @@ KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 COMMANDS = $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(BUILD)/k3_gpu.o
-COMMANDS += $(addprefix $(BUILD)/cli/,screen.o place.o forecast.o)
+COMMANDS += $(addprefix $(BUILD)/cli/,screen.o place.o forecast.o manual.o)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
           $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/tier_chaos \
           $(BUILD)/k3-tier-fake
-TESTS  += $(BUILD)/test_screen $(BUILD)/test_forecast
+TESTS  += $(BUILD)/test_screen $(BUILD)/test_forecast $(BUILD)/libk3.a
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
           $(BUILD)/replay_state $(BUILD)/replay_tier $(BUILD)/replay_slice
 
 .PHONY: all gpu demo test test-gpu test-model test-big asan tsan neon fuzz bench golden install \
-        clean help always
+        uninstall clean help always
 all: $(BUILD)/k3 $(BUILD)/k3-tier
 
 help:
@@ -86,7 +86,7 @@ help:
 	@echo "make neon        cross-build for AArch64 and test under qemu-user"
 	@echo "make fuzz        a minute on each fuzz target (clang)"
 	@echo "make bench       tokens per second on the bundled model, then the kernels"
-	@echo "make install     to PREFIX ($(PREFIX))"
+	@echo "make install     to PREFIX ($(PREFIX)), DESTDIR before it; make uninstall takes it away again"
 	@echo "make clean       remove $(BUILD) and the other builds"
 	@echo "Variables, the same for each of them: CC CFLAGS LDFLAGS BUILD PREFIX V=1; CURL=0: no TLS and no proxies to far boxes"
 
@@ -260,10 +260,21 @@ bench: all
 golden: $(BUILD)/test_engine
 	$(BUILD)/test_engine demo scripts tests/data
 
-install: all
-	install -d "$(DESTDIR)$(PREFIX)/bin" "$(DESTDIR)$(PREFIX)/share/k3/demo"
-	install -m 755 $(BUILD)/k3 $(BUILD)/k3-tier "$(DESTDIR)$(PREFIX)/bin/"
-	install -m 644 demo/* "$(DESTDIR)$(PREFIX)/share/k3/demo/"
+# The engine as a library: what k3.h declares, and what that needs (k3.pc names the rest).
+$(BUILD)/libk3.a: $(ENGINE)
+	$(call say,AR   $@)
+	$(Q)rm -f $@
+	$(Q)$(AR) rcs $@ $^
+
+# Programs, man pages and completion (made from the option table), header, library, k3.pc, licence, the
+# bundled model and the released config. uninstall removes exactly what install wrote.
+INSTALL = BUILD="$(BUILD)" PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" LIBS="$(K3_OMP) $(K3_LIBS)" scripts/install.sh
+install: all $(BUILD)/libk3.a
+	$(Q)$(INSTALL) install
+	@echo "installed in $(DESTDIR)$(PREFIX); k3 help"
+
+uninstall:
+	$(Q)$(INSTALL) uninstall
 
 clean:
 	rm -rf $(BUILD) $(BUILD)-asan $(BUILD)-tsan $(BUILD)-neon $(BUILD)-fuzz $(BUILD)-builds $(BUILD)-clang

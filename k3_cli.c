@@ -11,6 +11,7 @@
  * why; nothing here changes a bit of the output, the engine behind k3.h does all of that.
  */
 #include "cli/forecast.h"
+#include "cli/manual.h"
 #include "cli/place.h"
 #include "cli/screen.h"
 #include "experts.h"
@@ -3541,9 +3542,11 @@ static const cli_command COMMAND[] = {
      "  k3 verify --model /data/Kimi-K3 --golden\n"},
     {"plan", PLAN, NULL, cmd_plan, "where a memory budget goes, what a token then reads",
      "k3 plan [options]",
-     "Reads headers only. Divides --ram as run and bench do, and says what is read for each token\n"
-     "and how long that takes. A budget below the floor exits 4 and shows the split at the floor;\n"
+     "Reads headers only, and with --released not even those. Divides --ram as run and bench do,\n"
+     "and says what is read for each token and for prompts of 100, 1,000 and 10,000 ids, and how long\n"
+     "that takes. A budget below the floor exits 4 and shows the split at the floor;\n"
      "the floor grows with --context, --threads and, when it is given, --chunk.\n",
+     "  k3 plan --released --ram 64G --threads 16 --gflops 40\n"
      "  k3 plan --model /data/Kimi-K3 --ram 64G --context 32768\n"
      "  k3 plan --model /data/Kimi-K3 --ram 8G --disk 6.3\n"},
     {"info", INFO, NULL, cmd_info, "geometry, sizes, kernels, memory a context needs",
@@ -3622,33 +3625,92 @@ static int help_command(const cli_command *cmd) {
     return DONE;
 }
 
+/* ---- What manual.c sees of the tables ---- */
+
+bool command_get(size_t i, command_view *out) {
+    if (i >= COUNT(COMMAND)) return false;
+    const cli_command *c = &COMMAND[i];
+    *out = (command_view){c->name, c->summary, c->usage, c->about, c->examples};
+    return true;
+}
+
+bool section_get(const char *command, size_t i, option_section *out) {
+    const cli_command *cmd = command_find(command);
+    if (!cmd || i >= N_GROUP) return false;
+    out->title = GROUP_TITLE[i];
+    out->n = 0;
+    for (size_t k = 0; k < COUNT(OPTION) && out->n < COUNT(out->option); k++) {
+        const cli_option *o = &OPTION[k];
+        if (!(o->who & cmd->bit) || o->group != i) continue;
+        out->option[out->n++] =
+            (option_view){o->name, o->value, o->start, o->help, o->kind == KIND_CHOICE};
+    }
+    return true;
+}
+
+const char HELP_COMMON[] =
+    "Without --model and K3_MODEL every command uses the small bundled model. --option VALUE\n"
+    "and --option=VALUE are the same, -- ends options, -h and -V are --help and --version.\n"
+    "stdout carries the answer and nothing else. No option and no environment variable changes\n"
+    "the bits, except those that must: model (K3_MODEL too), prompt, sampling, --lora-eps.\n";
+
+const char HELP_EXITS[] = "  0  done                            3  the model is refused\n"
+                          "  1  a file, memory, a full context  4  the memory bound is too small\n"
+                          "  2  wrong usage                     5  a hash or check does not match\n"
+                          "  130  interrupted; what was said so far was printed\n";
+
+/* The commands by what one wants to do. */
+static const struct {
+    const char *title;
+    unsigned who;
+} TASK[] = {{"Make text", RUN | CHAT | TOKENIZE},
+            {"Know the model and this machine", PLAN | INFO | VERIFY},
+            {"Measure", BENCH},
+            {"Keep what was computed", CACHE},
+            {"Bring experts to other machines (k3-tier)", SLICE | STAGE}};
+
+typedef char tasks_name_every_command[(RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH | CACHE |
+                                       SLICE | STAGE) == ANY
+                                          ? 1
+                                          : -1];
+
 static int help_all(void) {
     puts("k3 " K3_VERSION " - run Kimi K3, exact, on a machine that holds a few percent of it\n\n"
-         "usage: k3 COMMAND [options]\n");
-    for (size_t i = 0; i < COUNT(COMMAND); i++)
-        printf("  %-10s %s\n", COMMAND[i].name, COMMAND[i].summary);
-    puts("  help       this, or `k3 help COMMAND` for all its options\n"
+         "usage: k3 COMMAND [options]       k3 help COMMAND: every option, with its default\n"
          "\n"
-         "Without --model every command uses the small bundled model, so this works at once:\n"
-         "\n"
-         "  k3 run \"The capital of France is\"\n"
-         "\n"
-         "--option VALUE and --option=VALUE are the same, -- ends options, -h and -V are --help\n"
-         "and --version. stdout carries the answer and nothing else. No option and no environment\n"
-         "variable changes the bits, except those that must: model, prompt, sampling, --lora-eps.\n"
-         "\n"
-         "Exit codes\n"
-         "  0  done                            3  the model is refused\n"
-         "  1  a file, memory, a full context  4  the memory bound is too small\n"
-         "  2  wrong usage                     5  a hash or check does not match\n"
-         "  130  interrupted; what was said so far was printed");
+         "Begin with\n"
+         "  k3 run \"The capital of France is\"   a small bundled model answers, at once\n"
+         "  k3 plan --released --ram 64G         what the real one would take here, before a download\n"
+         "  k3 chat --model DIR                  talk with the model in DIR (or set K3_MODEL=DIR)");
+    for (size_t t = 0; t < COUNT(TASK); t++) {
+        printf("\n%s\n", TASK[t].title);
+        for (size_t i = 0; i < COUNT(COMMAND); i++)
+            if (COMMAND[i].bit & TASK[t].who)
+                printf("  %-10s %s\n", COMMAND[i].name, COMMAND[i].summary);
+    }
+    printf("\n%s\nExit codes\n%s", HELP_COMMON, HELP_EXITS);
+    return DONE;
+}
+
+/* For packages: names, man pages, completion. */
+static int help_generate(const char *what, const char *name) {
+    if (strcmp(what, "--list") == 0)
+        for (size_t i = 0; i < COUNT(COMMAND); i++) puts(COMMAND[i].name);
+    else if (strcmp(what, "--completion") == 0)
+        completion_print();
+    else if (!manual_print(name))
+        return fail_unknown_command(name);
     return DONE;
 }
 
 static int cmd_help(int argc, char **argv) {
     if (argc == 0 || strcmp(argv[0], "--help") == 0 || strcmp(argv[0], "-h") == 0)
         return help_all();
-    if (argc > 1) return fail(FAIL_USAGE, "help takes one command, '%s' is a second one", argv[1]);
+    bool is_man = strcmp(argv[0], "--man") == 0;
+    if (argc > 1 + is_man)
+        return fail(FAIL_USAGE, "help takes one command, '%s' is a second one", argv[1 + is_man]);
+    if (is_man || strcmp(argv[0], "--list") == 0 || strcmp(argv[0], "--completion") == 0)
+        return help_generate(argv[0], argc > 1 ? argv[1] : NULL);
     const cli_command *cmd = command_find(argv[0]);
     if (cmd) return help_command(cmd);
     return strcmp(argv[0], "help") == 0 ? help_all() : fail_unknown_command(argv[0]);
