@@ -3102,6 +3102,7 @@ static int chat_engine(chat *c) {
     }
     if (status < 0) return fail_status(status, &err);
     c->con.n_layers = k3_engine_shape(c->e)->n_layers;
+    threads_say(&c->con, c->e, &o);
     return DONE;
 }
 

@@ -382,8 +382,8 @@ static const cli_option OPTION[] = {
      "model's maximum if that is smaller; what it needs, for bench and for a\n"
      "longer prompt)"},
     {"--ram", "SIZE", KIND_SIZE, AT(ram), RUN | CHAT | BENCH | VERIFY | PLAN, G_MODEL, NULL, 1, 0,
-     "bound for the whole process: 8G, 512M, 1.5GiB; without a unit, bytes; `k3 plan`\n"
-     "shows what it buys (default: what is free, less 1/16)"},
+     "bound for the whole process: 8G, 512M, 1.5GiB; without a unit, bytes;\n"
+     "`k3 plan` shows what it buys (default: what is free, less 1/16)"},
     {"--threads", "N", KIND_COUNT, AT(threads), RUN | CHAT | BENCH | VERIFY | PLAN, G_MODEL, "0", 0,
      1024, "0 is one for each core this process may use"},
     {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | CHAT | BENCH | PLAN, G_MODEL, "0", 0, 4096,
@@ -1943,11 +1943,11 @@ static void run_say_disk(const run_state *r) {
 
 void tiers_say_silent(const cli_args *a, const k3_stats *st) {
     char names[256] = "";
-    if (a->quiet || a->n_tier == 0 || a->gpu || st->far_asked > 0) return;
+    if (a->quiet || a->n_tier == 0 || a->gpu || st->far_asked > 0 || st->expert_loads == 0) return;
     for (size_t i = 0; i < a->n_tier; i++)
         line_add(names, sizeof names, "%s%s", i ? ", " : "", a->tier[i]);
-    say("note: no box was ready to be asked (%s): everything was read and computed here; `k3-tier "
-        "status ADDR` says what a box does",
+    say("note: no box was of use (%s): none was there in time, or none held what was wanted; all was "
+        "read and computed here; `k3-tier status ADDR` says what a box does",
         names);
 }
 
@@ -2999,6 +2999,10 @@ static int cmd_bench(const cli_args *a) {
     if (rc == DONE && is_given(a, "--expect") && logits_fnv != a->expect)
         rc = fail(FAIL_CHECK, "--expect: logits_fnv is %016llx, not %016llx",
                   (unsigned long long)logits_fnv, (unsigned long long)a->expect);
+    if (rc == DONE && b.line.s) {
+        k3_stats st = timeline_stats(&b.line, &b.line.before);
+        tiers_say_silent(a, &st);
+    }
     timeline_close(&b.line);
     k3_engine_close(b.e);
     k3_tokenizer_close(b.t);

@@ -167,8 +167,8 @@ int engine_open(k3_engine **e, const k3_options *o);
 void engine_gpu(const cli_args *a, k3_options *o);
 bool is_streaming(const k3_engine *e);
 
-/* Notes of one line, none with -q: OMP_NUM_THREADS was not heeded; boxes were named and none of them was
- * ever ready to be asked (`st`: what was counted since the session was new). */
+/* Notes of one line, none with -q: OMP_NUM_THREADS was not heeded; boxes were named, experts were read,
+ * and no box was ever asked (`st`: what was counted since the session was new). */
 void threads_say(const console *con, const k3_engine *e, const k3_options *o);
 void tiers_say_silent(const cli_args *a, const k3_stats *st);
 void plan_say(const k3_engine *e);

@@ -136,7 +136,8 @@ static const char *fmt_seconds(char text[24], double s) {
 static void print_row(const forecast *f, const k3_kernels *k, double bf16, uint64_t n_pos,
                       bool is_chat) {
     char read[32], text[24];
-    uint64_t n_bytes = forecast_bytes(f->sh, f->p, n_pos), opening = forecast_open_bytes(f->sh, f->p);
+    uint64_t n_bytes = forecast_bytes(f->sh, f->p, n_pos),
+             opening = forecast_open_bytes(f->sh, f->p);
     double compute = compute_seconds(f, k, bf16, n_pos);
     printf("  %9llu ids %14s %10s", (unsigned long long)n_pos, fmt_bytes(read, n_bytes),
            compute > 0 ? fmt_seconds(text, compute) : "?");
@@ -155,7 +156,8 @@ int forecast_print(const forecast *f) {
     k3_error err = {{0}};
     char text[32];
     int n_cores = f->n_threads, rc = K3_OK;
-    const k3_kernels *k = f->core_flops > 0 ? NULL : k3_machine_table(NULL, n_cores, &n_cores, &err);
+    const k3_kernels *k =
+        f->core_flops > 0 ? NULL : k3_machine_table(NULL, n_cores, &n_cores, &err);
     double bf16 = k ? pace_measure(k, false, 16) : 0;
     if (f->core_flops <= 0 && bf16 <= 0) rc = k ? K3_ENOMEM : K3_EUSAGE;
     printf("\nfirst token          opening reads %s, then the prompt\n  %13s %14s %10s",
@@ -169,11 +171,12 @@ int forecast_print(const forecast *f) {
     for (size_t i = 0; i < COUNT(PROMPT); i++)
         if (PROMPT[i] <= sh->max_position) print_row(f, k, bf16, PROMPT[i], false);
     if (moe_layers(sh) > 0)
-        printf("  reads: at most, as if each position chose %u of %u experts evenly and anew; a real "
-               "prompt of 12\n  ids chose 0.62 of that\n",
-               (unsigned)sh->top_k, (unsigned)sh->n_experts);
-    printf("  computes: %d thread%s, %.0f GFLOP/s each, %s; it runs beside the reads\n", f->n_threads,
-           f->n_threads == 1 ? "" : "s",
+        printf(
+            "  reads: at most, as if each position chose %u of %u experts evenly and anew; a real "
+            "prompt of 12\n  ids chose 0.62 of that\n",
+            (unsigned)sh->top_k, (unsigned)sh->n_experts);
+    printf("  computes: %d thread%s, %.0f GFLOP/s each, %s; it runs beside the reads\n",
+           f->n_threads, f->n_threads == 1 ? "" : "s",
            (f->core_flops > 0 ? f->core_flops : bf16) * 1e-9,
            f->core_flops > 0 ? "as given" : "as one was measured now (--gflops N: other cores)");
     return rc;

@@ -39,8 +39,8 @@ typedef struct {
     const double *disk; /* bytes per second, one to three rates */
     size_t n_disk;
     int n_threads;
-    double core_flops;  /* a second, of one thread; 0: to be measured */
-    uint64_t n_chat;    /* ids of the chat template; 0: not known    */
+    double core_flops;   /* a second, of one thread; 0: to be measured */
+    uint64_t n_chat;     /* ids of the chat template; 0: not known    */
     bool is_pinned_chat; /* n_chat is the released tokenizer's, not counted here */
 } forecast;
 

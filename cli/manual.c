@@ -72,9 +72,11 @@ static void upper(char *out, size_t cap, const char *name) {
 
 static void manual_environment(void) {
     roff_section("ENVIRONMENT");
-    puts(".TP\n\\fBK3_MODEL\\fR\nThe model directory where no \\-\\-model is given; empty it is none.");
+    puts(".TP\n\\fBK3_MODEL\\fR\nThe model directory where no \\-\\-model is given; empty it is "
+         "none.");
     puts(".TP\n\\fBK3_TIER\\fR\nThe k3\\-tier program that \\-\\-gpu starts.");
-    puts(".TP\n\\fBOMP_WAIT_POLICY\\fR\n\\fIpassive\\fR keeps waiting threads from spinning on a machine "
+    puts(".TP\n\\fBOMP_WAIT_POLICY\\fR\n\\fIpassive\\fR keeps waiting threads from spinning on a "
+         "machine "
          "that does other work too.\nOMP_NUM_THREADS is not read: \\-\\-threads N.");
 }
 
@@ -184,7 +186,8 @@ void completion_print(void) {
     fputs("    local commands='", stdout);
     for (size_t i = 0; command_get(i, &c); i++) printf("%s ", c.name);
     puts("help'\n"
-         "    if [ \"$COMP_CWORD\" = 1 ]; then _k3_words \"$commands --help --version\"; return; fi\n"
+         "    if [ \"$COMP_CWORD\" = 1 ]; then _k3_words \"$commands --help --version\"; return; "
+         "fi\n"
          "    case ${COMP_WORDS[1]} in\n"
          "    help) _k3_words \"$commands\"; return ;;");
     for (size_t i = 0; command_get(i, &c); i++) completion_command(&c);

@@ -20,8 +20,8 @@
 #endif
 
 static const char *const LEAF_INSTALLED[] = {[PLACE_DEMO] = "demo", [PLACE_RELEASED] = "Kimi-K3"};
-static const char *const LEAF_SOURCE[] = {[PLACE_DEMO] = "demo",
-                                          [PLACE_RELEASED] = "share/Kimi-K3"};
+static const char *const LEAF_SOURCE[] = {
+    [PLACE_DEMO] = "demo", [PLACE_RELEASED] = "share/Kimi-K3"};
 
 /* The directory of this program's file; false where the system does not say. */
 static bool own_dir(char *dir, size_t cap) {
@@ -65,8 +65,6 @@ bool place_find(place_kind kind, char *path, size_t cap) {
     return false;
 }
 
-const char *version_text(void) {
-    return "k3 " K3_VERSION " (" K3_NUMERICS_ID ")" K3_COMMIT_PART;
-}
+const char *version_text(void) { return "k3 " K3_VERSION " (" K3_NUMERICS_ID ")" K3_COMMIT_PART; }
 
 const char *version_commit(void) { return K3_COMMIT; }

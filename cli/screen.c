@@ -93,4 +93,6 @@ bool screen_draw(const char *line, bool is_below) {
     return true;
 }
 
-void screen_wipe(bool is_below) { fputs(is_below ? "\0337\033D\r\033[K\0338" : "\r\033[K", stderr); }
+void screen_wipe(bool is_below) {
+    fputs(is_below ? "\0337\033D\r\033[K\0338" : "\r\033[K", stderr);
+}

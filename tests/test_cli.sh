@@ -288,13 +288,14 @@ misuse "help --man of no command" "unknown command 'nope'" help --man nope
 misuse "help --man of two" "help takes one command" help --man run chat
 
 # A box that accepts and never speaks, one where nobody listens: one line says that none was of use.
-check "nobody listens" 0 "no box was ready to be asked .unix:$T/no.sock.: everything was read" "$K3" run --tokens 2 --tier "unix:$T/no.sock" "$PARIS"
+check "nobody listens" 0 "no box was of use .unix:$T/no.sock.: none was there" "$K3" run --tokens 2 --tier "unix:$T/no.sock" "$PARIS"
+check "nobody listens, bench" 0 "no box was of use" "$K3" bench --tokens 1 --tier "unix:$T/no.sock"
 check "nobody listens, quiet" 0 "" "$K3" run -q --tokens 2 --tier "unix:$T/no.sock" "$PARIS"
 if command -v python3 >/dev/null; then
     python3 -c 'import socket,sys,time; s=socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(8); time.sleep(60)' "$T/mute.sock" &
     mute=$!
     for _ in $(seq 100); do [ -S "$T/mute.sock" ] && break; sleep 0.05; done
-    check "a box that never speaks" 0 "no box was ready to be asked .unix:$T/mute.sock" "$K3" run --tokens 2 --tier "unix:$T/mute.sock" "$PARIS"
+    check "a box that never speaks" 0 "no box was of use .unix:$T/mute.sock" "$K3" run --tokens 2 --tier "unix:$T/mute.sock" "$PARIS"
     kill $mute
     wait $mute 2>/dev/null
 else
