@@ -1007,9 +1007,10 @@ static int prompt_read(const cli_args *a, blob *text, size_t most, id_list *ids,
         memcpy(text->p, a->arg, text->n + 1);
     }
     if (rc == DONE && text->n == 0 && prompt_sources(a) == 0)
-        rc = fail(FAIL_USAGE,
-                  "%s needs a prompt, and stdin is empty: give text, --prompt-file FILE or --ids N,N",
-                  command);
+        rc = fail(
+            FAIL_USAGE,
+            "%s needs a prompt, and stdin is empty: give text, --prompt-file FILE or --ids N,N",
+            command);
     else if (rc == DONE && text->n == 0)
         rc = fail(FAIL_USAGE, "%s: the prompt is empty, there is nothing to go on from", command);
     return rc;
@@ -1090,8 +1091,8 @@ static void model_say(const cli_args *a, const char *dir) {
     if (a->model)
         say("model: %s (from K3_MODEL)", dir);
     else
-        say("no --model given: using the small bundled model, %s; `k3 plan --released` says what the "
-            "real one needs",
+        say("no --model given: using the small bundled model, %s; `k3 plan --released` says "
+            "what the real one needs",
             dir);
 }
 
@@ -1492,10 +1493,11 @@ static int run_check_context(const run_state *r, uint64_t context) {
                     "the prompt is %zu ids%s and this model holds %llu, whatever --context says: "
                     "shorten it",
                     r->prompt_ids.n, loaded, (unsigned long long)most);
-    return fail(exit_code(K3_EFULL),
-                "the prompt is %zu ids%s and the context holds %llu: raise --context to %llu or more",
-                r->prompt_ids.n, loaded, (unsigned long long)context,
-                (unsigned long long)(r->n_loaded + r->prompt_ids.n));
+    return fail(
+        exit_code(K3_EFULL),
+        "the prompt is %zu ids%s and the context holds %llu: raise --context to %llu or more",
+        r->prompt_ids.n, loaded, (unsigned long long)context,
+        (unsigned long long)(r->n_loaded + r->prompt_ids.n));
 }
 
 /* Positions to plan for: --context, else 0 (the engine's default), unless the prompt alone is
@@ -1946,8 +1948,8 @@ void tiers_say_silent(const cli_args *a, const k3_stats *st) {
     if (a->quiet || a->n_tier == 0 || a->gpu || st->far_asked > 0 || st->expert_loads == 0) return;
     for (size_t i = 0; i < a->n_tier; i++)
         line_add(names, sizeof names, "%s%s", i ? ", " : "", a->tier[i]);
-    say("note: no box was of use (%s): none was there in time, or none held what was wanted; all was "
-        "read and computed here; `k3-tier status ADDR` says what a box does",
+    say("note: no box was of use (%s): none was there in time, or none held what was wanted; all "
+        "was read and computed here; `k3-tier status ADDR` says what a box does",
         names);
 }
 
@@ -3281,7 +3283,9 @@ static int plan_locate(const cli_args *a, const char **dir) {
     if (!a->released) return model_find(a, dir);
     if (a->model || a->pins || a->reader)
         return fail(FAIL_USAGE, "--released is a plan without files: not with %s",
-                    a->model ? "--model" : a->pins ? "--pins" : "--reader");
+                    a->model  ? "--model"
+                    : a->pins ? "--pins"
+                              : "--reader");
     *dir = released;
     if (place_find(PLACE_RELEASED, released, sizeof released)) return DONE;
     return fail(FAIL_MODEL, "--released: no config.json in %s: `make install` puts it there",
@@ -3547,7 +3551,8 @@ static const cli_command COMMAND[] = {
     {"plan", PLAN, NULL, cmd_plan, "where a memory budget goes, what a token then reads",
      "k3 plan [options]",
      "Reads headers only, and with --released not even those. Divides --ram as run and bench do,\n"
-     "and says what is read for each token and for prompts of 100, 1,000 and 10,000 ids, and how long\n"
+     "and says what is read for each token and for prompts of 100, 1,000 and 10,000 ids, and how "
+     "long\n"
      "that takes. A budget below the floor exits 4 and shows the split at the floor;\n"
      "the floor grows with --context, --threads and, when it is given, --chunk.\n",
      "  k3 plan --released --ram 64G --threads 16 --gflops 40\n"
@@ -3673,8 +3678,8 @@ static const struct {
             {"Keep what was computed", CACHE},
             {"Bring experts to other machines (k3-tier)", SLICE | STAGE}};
 
-typedef char tasks_name_every_command[(RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH | CACHE |
-                                       SLICE | STAGE) == ANY
+typedef char tasks_name_every_command[(RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH |
+                                       CACHE | SLICE | STAGE) == ANY
                                           ? 1
                                           : -1];
 
@@ -3684,7 +3689,8 @@ static int help_all(void) {
          "\n"
          "Begin with\n"
          "  k3 run \"The capital of France is\"   a small bundled model answers, at once\n"
-         "  k3 plan --released --ram 64G         what the real one would take here, before a download\n"
+         "  k3 plan --released --ram 64G         what the real one would take here, before a "
+         "download\n"
          "  k3 chat --model DIR                  talk with the model in DIR (or set K3_MODEL=DIR)");
     for (size_t t = 0; t < COUNT(TASK); t++) {
         printf("\n%s\n", TASK[t].title);
