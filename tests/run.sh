@@ -10,6 +10,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 : "${BUILD:=build}" "${CC:=cc}"
 export BUILD CC
+unset K3_MODEL
 export K3="$BUILD/k3"
 # More threads than cores are tested: let them sleep at barriers instead of spinning.
 export OMP_WAIT_POLICY=passive
