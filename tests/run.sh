@@ -10,6 +10,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 : "${BUILD:=build}" "${CC:=cc}"
 export BUILD CC
+unset K3_MODEL
 export K3="$BUILD/k3"
 # More threads than cores are tested: let them sleep at barriers instead of spinning.
 export OMP_WAIT_POLICY=passive
@@ -85,6 +86,9 @@ programs() {
     if [ -z "$quick" ]; then
         run tests/test_tier_net.sh demo
         run tests/test_example.sh
+        run tests/test_install.sh
+        run "$BUILD/test_forecast"
+        ! command -v python3 >/dev/null || run python3 tests/test_screen.py
     fi
 }
 
