@@ -14,6 +14,7 @@
  */
 #include "k3_cli.h"
 
+#include "cli/calls.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -930,54 +931,78 @@ typedef struct {
     bool has_response, is_over; /* is_over: end of message was met                    */
     buf think, answer;          /* valid UTF-8 as far as it goes                      */
     k3_utf8 think_utf8, answer_utf8, tag_utf8;
-    json_object *calls;      /* OpenAI's tool_calls; NULL: none                       */
-    buf name, key, type;     /* of the call and the argument being read               */
-    buf body, arguments;     /* of the argument; of the call, as JSON                 */
-    bool is_raw;             /* arguments came as one text                            */
-    uint64_t n_call, call_0; /* ids of calls are numbered through the conversation    */
+    call_list call;
+    int call_at, value_at; /* depth of the call being read, and of its argument; 0: none */
+    bool is_closing;       /* what comes is reply_close's, not the model's           */
 } reply;
 
-static void reply_push_element(reply *r, const char *name) {
-    if (r->depth == MAX_DEPTH) return;
+/* False: the element is too deep to be followed. */
+static bool reply_push_element(reply *r, const char *name) {
+    if (r->depth == MAX_DEPTH) return false;
     snprintf(r->element[r->depth++], sizeof r->element[0], "%.*s", text_cut(name, 23), name);
     if (strcmp(name, "response") == 0) r->has_response = true;
+    return true;
+}
+
+/* JSON as the format writes it, for calls_init. */
+static bool reply_value(const char *body, size_t n, struct printbuf *out) {
+    const char *why;
+    size_t at;
+    json_object *value = json_read(body, n, &at, &why);
+    buf text = {0};
+    if (!why) json_write(&text, value, false);
+    json_object_put(value);
+    bool ok = !why && !text.is_short && text.n < INT_MAX / 2 &&
+              printbuf_memappend(out, buf_text(&text), (int)text.n) >= 0;
+    buf_free(&text);
+    return ok;
 }
 
 /* A reply to the prompt of xtml_prompt. */
 static void reply_init(reply *r, const chat_marks *marks, const k3_tokenizer *t, bool thinks,
-                       uint64_t call_0) {
+                       uint64_t n_call) {
     memset(r, 0, sizeof *r);
     r->marks = marks;
     r->t = t;
-    r->call_0 = call_0;
+    calls_init(&r->call, n_call, reply_value);
     reply_push_element(r, "message");
     reply_push_element(r, thinks ? "think" : "response");
 }
 
 static void reply_free(reply *r) {
-    buf *const all[] = {&r->tag_text, &r->think, &r->answer, &r->name,
-                        &r->key,      &r->type,  &r->body,   &r->arguments};
+    buf *const all[] = {&r->tag_text, &r->think, &r->answer};
     for (size_t i = 0; i < COUNT(all); i++) buf_free(all[i]);
-    json_object_put(r->calls);
-    r->calls = NULL;
+    calls_free(&r->call);
+}
+
+/* Memory ran out: what the reply says is not all that it said. */
+static bool reply_is_short(const reply *r) {
+    return r->tag_text.is_short || r->think.is_short || r->answer.is_short || r->call.is_short;
 }
 
 static bool reply_is_in(const reply *r, const char *name) {
     return r->depth > 0 && strcmp(r->element[r->depth - 1], name) == 0;
 }
 
-/* The value of an attribute of the tag, unescaped; empty when it is not there. */
+/* The value of an attribute of the tag, unescaped; empty when it is not there. Attributes are read
+ * one behind the other: what looks like one inside a value is text. */
 static void tag_attribute(const buf *tag, const char *key, buf *value) {
-    char before[32];
+    const char *p = buf_text(tag);
+    size_t n_key = strlen(key);
+    bool is_it = false;
     value->n = 0;
     buf_puts(value, "");
-    snprintf(before, sizeof before, " %s=\"", key);
-    const char *p = strstr(buf_text(tag), before);
-    if (!p) return;
-    for (p += strlen(before); *p && *p != '"';) {
-        bool is_amp = strncmp(p, "&amp;", 5) == 0, is_quote = strncmp(p, "&quot;", 6) == 0;
-        buf_add(value, is_amp ? "&" : is_quote ? "\"" : p, 1);
-        p += is_amp ? 5 : is_quote ? 6 : 1;
+    for (p += strcspn(p, " "); *p == ' ' && !is_it;) {
+        const char *name = ++p;
+        p = strstr(p, "=\"");
+        if (!p) return;
+        is_it = (size_t)(p - name) == n_key && memcmp(name, key, n_key) == 0;
+        for (p += 2; *p && *p != '"';) {
+            bool is_amp = strncmp(p, "&amp;", 5) == 0, is_quote = strncmp(p, "&quot;", 6) == 0;
+            if (is_it) buf_add(value, is_amp ? "&" : is_quote ? "\"" : p, 1);
+            p += is_amp ? 5 : is_quote ? 6 : 1;
+        }
+        p += *p == '"';
     }
 }
 
@@ -986,20 +1011,31 @@ static void buf_clear(buf *b) {
     if (b->p) b->p[0] = '\0';
 }
 
+/* A call counts where none is open, its arguments directly inside it; deeper elements of these names
+ * are elements like any other. */
 static void reply_open(reply *r) {
     char name[24];
+    buf key = {0}, type = {0};
     snprintf(name, sizeof name, "%.*s", (int)strcspn(buf_text(&r->tag_text), " "),
              buf_text(&r->tag_text));
-    reply_push_element(r, name);
-    buf_clear(&r->body);
-    if (strcmp(name, "call") == 0) {
-        tag_attribute(&r->tag_text, "tool", &r->name);
-        buf_clear(&r->arguments);
-        r->is_raw = false;
-    } else if (strcmp(name, "argument") == 0) {
-        tag_attribute(&r->tag_text, "key", &r->key);
-        tag_attribute(&r->tag_text, "type", &r->type);
+    if (!reply_push_element(r, name) || r->is_closing) return;
+    bool is_in_call = r->call_at && r->call_at == r->depth - 1;
+    if (strcmp(name, "call") == 0 && !r->call_at) {
+        r->call_at = r->depth;
+        tag_attribute(&r->tag_text, "tool", &key);
+        calls_begin(&r->call, buf_text(&key));
+    } else if (strcmp(name, "argument") == 0 && is_in_call) {
+        r->value_at = r->depth;
+        tag_attribute(&r->tag_text, "key", &key);
+        tag_attribute(&r->tag_text, "type", &type);
+        calls_argument(&r->call, buf_text(&key), buf_text(&type));
+    } else if (strcmp(name, "json") == 0 && is_in_call) {
+        r->value_at = r->depth;
+        calls_raw(&r->call);
     }
+    if (key.is_short || type.is_short) r->call.is_short = true;
+    buf_free(&key);
+    buf_free(&type);
 }
 
 /* Any bytes, as valid UTF-8. */
@@ -1009,55 +1045,16 @@ static void buf_add_valid(buf *out, const char *p, size_t n) {
     buf_add_utf8(out, &u, "", 0);
 }
 
-static void buf_add_json_string(buf *out, const buf *text) {
-    buf valid = {0};
-    buf_add_valid(&valid, buf_text(text), text->n);
-    json_write_string(out, buf_text(&valid), valid.n);
-    if (valid.is_short) out->is_short = true;
-    buf_free(&valid);
-}
-
-/* An argument ends: what is not a string must be JSON, else it is taken as a string. */
-static void reply_argument(reply *r) {
-    const char *why = "a string";
-    size_t at;
-    json_object *value = NULL;
-    buf_puts(&r->arguments, r->arguments.n ? ", " : "{");
-    buf_add_json_string(&r->arguments, &r->key);
-    buf_puts(&r->arguments, ": ");
-    buf_puts(&r->body, "");
-    if (strcmp(buf_text(&r->type), "string") != 0 && r->body.p)
-        value = json_read(r->body.p, r->body.n, &at, &why);
-    if (why)
-        buf_add_json_string(&r->arguments, &r->body);
-    else
-        json_write(&r->arguments, value, false);
-    json_object_put(value);
-}
-
-static void reply_call(reply *r) {
-    json_object *call = json_object_new_object(), *function = json_object_new_object();
-    char id[32];
-    snprintf(id, sizeof id, "call_%llu", (unsigned long long)(r->call_0 + ++r->n_call));
-    if (!r->is_raw) buf_puts(&r->arguments, r->arguments.n ? "}" : "{}");
-    json_put(function, "name", json_object_new_string(buf_text(&r->name)));
-    json_put(function, "arguments", json_object_new_string(buf_text(&r->arguments)));
-    json_put(call, "id", json_object_new_string(id));
-    json_put(call, "type", json_object_new_string("function"));
-    json_put(call, "function", function);
-    if (!r->calls) r->calls = json_object_new_array();
-    json_object_array_add(r->calls, call);
-}
-
 /* The innermost element ends. */
 static void reply_pop(reply *r) {
-    if (reply_is_in(r, "argument")) reply_argument(r);
-    if (reply_is_in(r, "json")) {
-        buf_clear(&r->arguments);
-        buf_add_valid(&r->arguments, buf_text(&r->body), r->body.n);
-        r->is_raw = true;
+    if (r->depth == r->value_at) {
+        calls_end_value(&r->call);
+        r->value_at = 0;
     }
-    if (reply_is_in(r, "call")) reply_call(r);
+    if (r->depth == r->call_at) {
+        calls_end(&r->call);
+        r->call_at = 0;
+    }
     r->depth--;
 }
 
@@ -1073,8 +1070,14 @@ static void reply_text(reply *r, const char *p, size_t n) {
         buf_add_utf8(&r->think, &r->think_utf8, p, n);
     else if (reply_is_in(r, "response") || reply_is_in(r, "message") || r->depth == 0)
         buf_add_utf8(&r->answer, &r->answer_utf8, p, n);
-    else
-        buf_add(&r->body, p, n);
+    else if (r->depth == r->value_at)
+        calls_text(&r->call, p, n);
+}
+
+/* What no further id will complete. */
+static void reply_flush(reply *r) {
+    buf_add_utf8(&r->think, &r->think_utf8, "", 0);
+    buf_add_utf8(&r->answer, &r->answer_utf8, "", 0);
 }
 
 /* The next id of the reply, which is no stop other than the end of the message. */
@@ -1084,7 +1087,9 @@ static void reply_push(reply *r, uint32_t id) {
     if (id == r->marks->end) {
         r->is_over = true;
     } else if (id == r->marks->open || id == r->marks->close) {
+        reply_flush(r); /* half a character before a mark is never completed behind it */
         r->tag = id == r->marks->open ? OPEN_TAG : CLOSE_TAG;
+        r->tag_utf8 = (k3_utf8){{0}, 0};
         buf_clear(&r->tag_text);
     } else if (id == r->marks->sep) {
         buf_add_utf8(&r->tag_text, &r->tag_utf8, "", 0);
@@ -1100,12 +1105,6 @@ static void reply_push(reply *r, uint32_t id) {
     }
 }
 
-/* What no further id will complete. */
-static void reply_flush(reply *r) {
-    buf_add_utf8(&r->think, &r->think_utf8, "", 0);
-    buf_add_utf8(&r->answer, &r->answer_utf8, "", 0);
-}
-
 /* The name of a tag that has none yet. */
 static const char *reply_tag_name(const reply *r) {
     if (r->tag == CLOSE_TAG) return r->depth ? r->element[r->depth - 1] : "message";
@@ -1117,6 +1116,7 @@ static const char *reply_tag_name(const reply *r) {
 /* What is missing to end the message: the rest of a tag, close tags, the end itself. */
 static void reply_close(reply *r, xtml *x) {
     if (r->is_over) return;
+    r->is_closing = true;
     if (r->tag != NO_TAG) {
         const char *name = reply_tag_name(r), *said = buf_text(&r->tag_text);
         if (strncmp(name, said, strlen(said)) == 0) {
@@ -1569,7 +1569,8 @@ static int turn_generate(chat *c, reply *r) {
         if (rc != DONE) break;
         reply_push(r, id);
         c->n_said++;
-        if (is_stop) break;
+        if (reply_is_short(r)) rc = complain(c, FAIL_IO, "no memory for the text of this reply");
+        if (is_stop || rc != DONE) break;
         show_reply(c, r);
         if (ferror(stdout)) rc = FAIL_IO;
         if (rc == DONE && k3_session_pos(c->s) == k3_session_context(c->s)) {
@@ -1593,9 +1594,9 @@ static int turn_close(chat *c, reply *r) {
     int rc = chat_append_xtml(c, &x);
     xtml_free(&x);
     json_object_put(c->render.calls);
-    c->render.calls = json_object_get(r->calls);
+    c->render.calls = json_object_get(r->call.finished);
     c->render.n_tool = 0;
-    c->n_call += r->n_call;
+    c->n_call += r->call.n_finished + r->call.is_open; /* no id is used twice */
     return rc;
 }
 
@@ -1688,6 +1689,19 @@ static void show_delta(const char *key, const char *p, size_t n) {
     buf_free(&line);
 }
 
+/* What is new in the tool calls, in the shape of OpenAI's chunks; one thing a line. */
+static void show_call_deltas(reply *r) {
+    json_object *part;
+    while ((part = calls_delta(&r->call)) != NULL) {
+        json_object *line = json_object_new_object(), *delta = json_object_new_object();
+        json_object *parts = json_object_new_array();
+        json_object_array_add(parts, part);
+        json_put(delta, "tool_calls", parts);
+        json_put(line, "delta", delta);
+        out_json_line(line);
+    }
+}
+
 /* What is new in the reply. */
 static void show_reply(chat *c, reply *r) {
     const char *think = buf_text(&r->think) + c->n_think_out;
@@ -1698,6 +1712,7 @@ static void show_reply(chat *c, reply *r) {
     if (c->a->json) {
         if (c->streams) show_delta("reasoning_content", think, n_think);
         if (c->streams) show_delta("content", answer, n_answer);
+        if (c->streams) show_call_deltas(r);
         return;
     }
     if (c->is_terminal && c->is_screen && !c->hides_think) show_text(c, SHOW_THINK, think, n_think);
@@ -1715,7 +1730,8 @@ static int show_json(chat *c, const reply *r) {
     json_put(o, "role", json_object_new_string("assistant"));
     json_put(o, "content", json_text(&r->answer));
     if (c->render.thinks) json_put(o, "reasoning_content", json_text(&r->think));
-    if (r->calls) json_put(o, "tool_calls", json_object_get(r->calls));
+    if (r->call.finished) json_put(o, "tool_calls", json_object_get(r->call.finished));
+    if (r->call.is_open) json_put(o, "unfinished_call", calls_unfinished(&r->call));
     json_put(o, "stop_reason", json_object_new_string(c->why));
     json_put(o, "ids", ids);
     json_put_count(o, "n_prompt", c->n_prompt);
@@ -1731,8 +1747,8 @@ static int show_json(chat *c, const reply *r) {
 /* Tool calls, one a line: name and arguments. */
 static void show_calls(chat *c, const reply *r) {
     buf out = {0};
-    for (size_t i = 0; r->calls && i < json_object_array_length(r->calls); i++) {
-        json_object *call = json_field(json_object_array_get_idx(r->calls, i), "function");
+    for (size_t i = 0; i < r->call.n_finished; i++) {
+        json_object *call = json_field(json_object_array_get_idx(r->call.finished, i), "function");
         buf line = {0};
         buf_puts(&line, i || c->shown == SHOW_ANSWER ? "\n" : "");
         buf_puts(&line, json_string(call, "name"));

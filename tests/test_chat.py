@@ -423,6 +423,38 @@ def test_json_lines():
           fnv(GOLDEN[3]["prompt_ids"] + sys1[1]["ids"]))
 
 
+def told(deltas):
+    """tool_calls that a client makes of OpenAI's deltas."""
+    made = []
+    for part in (p for d in deltas for p in d.get("tool_calls", [])):
+        if part["index"] == len(made):
+            made.append({k: part[k] for k in ("id", "type", "function")})
+            continue
+        made[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    return made
+
+
+def test_call_deltas():
+    """Tool calls are streamed as they are made, and a reply stopped anywhere takes nothing back."""
+    request = {"messages": REQUESTS[5]["messages"], "tools": [WEATHER], "stream": True}
+    out = talk([request], "--effort", "max")
+    deltas, last = [o["delta"] for o in out if "delta" in o], out[-1]
+    equal("call deltas add up", told(deltas), last["tool_calls"])
+    parts = [p for d in deltas for p in d.get("tool_calls", [])]
+    check("several of them, the name once", len(parts) >= 4 and
+          [p["function"].get("name") for p in parts] == ["get_weather"] + [None] * (len(parts) - 1),
+          parts)
+    for n in range(1, len(last["ids"]) + 1, 9 if QUICK else 1):
+        out = talk([request], "--effort", "max", "--tokens", str(n))
+        deltas, half = [o["delta"] for o in out if "delta" in o], out[-1]
+        rest = half.get("unfinished_call")
+        want = half.get("tool_calls", []) + ([{k: v for k, v in rest.items() if k != "index"}]
+                                             if rest else [])
+        equal(f"stopped after {n}: call deltas add up", told(deltas), want)
+        for key in ("content", "reasoning_content"):
+            equal(f"stopped after {n}: {key}", "".join(d.get(key, "") for d in deltas), half[key])
+
+
 def test_stopped_replies():
     """A reply stopped at any id is closed as the encoder would have written it."""
     full, prompt = said(GOLDEN[0])[0], [1795, 280, 307, 295, 360, 1, 1797, 1795, 288, 1797]
@@ -904,6 +936,7 @@ def main():
     test_golden_replies()
     test_plain()
     test_json_lines()
+    test_call_deltas()
     test_stopped_replies()
     test_same_everywhere()
     test_foreign_text()
