@@ -1144,7 +1144,10 @@ static void reply_close(reply *r, xtml *x) {
  */
 typedef struct {
     size_t start;       /* index of its first id; 0 for the first turn           */
-    k3_snapshot *snap;  /* NULL: none kept                                       */
+    k3_snapshot *snap;  /* at `snap_pos`, at or before its start; NULL: none kept */
+    k3_snapshot *after; /* at `after_pos`, behind its prompt; NULL: none kept    */
+    float *row;         /* f32[n_vocab], the row there; NULL: none kept          */
+    size_t snap_pos, after_pos;
     size_t n_cached;    /* positions of its start the cache had; 0: none         */
     json_object *calls; /* render_state as it was                                */
     unsigned n_tool;
@@ -1166,10 +1169,14 @@ typedef struct {
     float *row;    /* f32[n_vocab]                                                 */
     void *scratch; /* for k3_sample                                                */
     k3_sampler sampler;
-    render_state render;
-    buf system;         /* the message before the first turn; empty: none          */
-    json_object *queue; /* system messages that go with the next turn              */
-    json_object *tools; /* declared before the first turn                          */
+    render_state render;    /* of the conversation as it is                           */
+    bool own_thinks;        /* what the command line and commands asked for: a whole  */
+    const char *own_effort; /* conversation begins with it                         */
+    bool is_whole;          /* the turn at work is a whole conversation               */
+    bool has_row;           /* `row` is that of its last id, which need not be run    */
+    buf system;             /* the message before the first turn; empty: none          */
+    json_object *queue;     /* system messages that go with the next turn              */
+    json_object *tools;     /* declared before the first turn                          */
     uint32_t *id;
     size_t n, cap, n_header;
     turn *turns;
@@ -1271,7 +1278,10 @@ static int chat_append(chat *c, const uint32_t *id, size_t n) {
 
 static void turn_drop_snapshot(turn *u) {
     k3_snapshot_free(u->snap);
-    u->snap = NULL;
+    k3_snapshot_free(u->after);
+    free(u->row);
+    u->snap = u->after = NULL;
+    u->row = NULL;
 }
 
 static void chat_drop_snapshots(chat *c) {
@@ -1313,30 +1323,75 @@ static void chat_recover(chat *c, const turn *u) {
     }
 }
 
-/* A step failed or was given up: back to the last snapshot, all ids kept. */
+typedef struct {
+    k3_snapshot *snap; /* NULL: none                       */
+    size_t pos;        /* 0: none                          */
+    const float *row;  /* the row there; NULL: not kept    */
+} place;
+
+/* The snapshot with the most of the first `most` positions, or one with its row at n_row. */
+static place chat_best_place(const chat *c, size_t most, size_t n_row) {
+    place best = {NULL, 0, NULL};
+    for (size_t i = 0; i < c->n_turn; i++) {
+        const turn *u = &c->turns[i];
+        const place one[] = {{u->snap, u->snap_pos, NULL}, {u->after, u->after_pos, u->row}};
+        for (size_t j = 0; j < COUNT(one); j++)
+            if (one[j].snap && one[j].pos > best.pos &&
+                (one[j].pos <= most || (one[j].row && one[j].pos == n_row)))
+                best = one[j];
+    }
+    return best;
+}
+
+/* A step failed or was given up: back to the last snapshot that the session can go to, all ids
+ * kept. */
 static void chat_recover_last(chat *c) {
-    size_t i = c->n_turn;
-    while (i > 0 && !c->turns[i - 1].snap) i--;
-    chat_recover(c, i > 0 ? &c->turns[i - 1] : NULL);
+    k3_error err = {{0}};
+    place best;
+    for (size_t most = c->n; (best = chat_best_place(c, most, 0)).snap; most = best.pos - 1)
+        if (k3_session_restore(c->s, best.snap, &err) >= 0) return;
+    chat_recover(c, NULL);
 }
 
 /* A far box was believed and lied: no state from since then is right. It is not asked again, and
  * what was said is read again without it. */
 static void chat_distrust(chat *c) {
-    for (size_t i = 0; i < c->n_turn; i++) turn_drop_snapshot(&c->turns[i]);
+    chat_drop_snapshots(c);
+    c->has_row = false;
     k3_session_reset(c->s);
 }
 
-/* Keep the session's state for /undo; older snapshots make room. */
-static void turn_snapshot(chat *c, turn *u) {
+/* A snapshot of the session as it is; older ones make room. NULL: there is none even so. */
+static k3_snapshot *chat_snapshot(chat *c) {
     k3_error err = {{0}};
-    if (chat_pos(c) == 0 || u->start > chat_pos(c) + MANY_AGAIN) return; /* chat_feed will */
-    for (size_t i = 0; k3_session_snapshot(c->s, &u->snap, &err) < 0; i++) {
-        u->snap = NULL;
-        while (i < c->n_turn && !c->turns[i].snap) i++;
-        if (i >= c->n_turn) return;
+    k3_snapshot *snap = NULL;
+    for (size_t i = 0; k3_session_snapshot(c->s, &snap, &err) < 0; i++) {
+        snap = NULL;
+        while (i < c->n_turn && !c->turns[i].snap && !c->turns[i].after) i++;
+        if (i >= c->n_turn) return NULL;
         turn_drop_snapshot(&c->turns[i]);
     }
+    return snap;
+}
+
+/* Keep the session's state for /undo. */
+static void turn_snapshot(chat *c, turn *u) {
+    if (chat_pos(c) == 0 || u->start > chat_pos(c) + MANY_AGAIN) return; /* chat_feed will */
+    u->snap = chat_snapshot(c);
+    u->snap_pos = chat_pos(c);
+}
+
+/* Keep it behind the prompt of a whole conversation, with the row that the reply begins from: the
+ * next one, where it is the same or says what the model did not, goes on from here. */
+static void turn_snapshot_after(chat *c) {
+    size_t i = c->n_turn - 1;
+    k3_snapshot *snap = chat_snapshot(c);
+    if (!snap) return;
+    turn_drop_snapshot(&c->turns[i]);
+    c->turns[i].after = snap;
+    c->turns[i].after_pos = chat_pos(c);
+    c->turns[i].row = malloc(c->n_vocab * sizeof *c->row);
+    if (c->turns[i].row) memcpy(c->turns[i].row, c->row, c->n_vocab * sizeof *c->row);
 }
 
 /* Whether the directory now has the state of the first n_pos ids: what was kept may be evicted, and
@@ -1379,6 +1434,8 @@ static void chat_reset(chat *c) {
     c->queue = NULL;
     c->n = c->n_header = 0;
     c->is_stored = false;
+    c->render.thinks = c->own_thinks;
+    c->render.effort = c->own_effort;
     k3_session_reset(c->s);
 }
 
@@ -1481,13 +1538,15 @@ static int chat_feed(chat *c, k3_error *err) {
         if (got > 0) c->n_cached = (uint64_t)got;
     }
     size_t pos = chat_pos(c);
+    if (c->has_row && pos == c->n) return K3_OK;
     if (c->cache && pos < c->n_header && c->n_header >= HEADER_WORTH) {
         status = k3_session_feed(c->s, c->id + pos, c->n_header - pos, K3_ROWS_NONE, NULL, err);
         if (status < 0) return status;
         chat_store(c);
     }
     pos = chat_pos(c);
-    if (u->start > pos + MANY_AGAIN) { /* the state was lost: now it is there to keep */
+    if (u->start > pos + MANY_AGAIN &&
+        !c->is_whole) { /* the state was lost: now it is there to keep */
         status = k3_session_feed(c->s, c->id + pos, u->start - pos, K3_ROWS_NONE, NULL, err);
         if (status < 0) return status;
         turn_snapshot(c, u);
@@ -1498,7 +1557,7 @@ static int chat_feed(chat *c, k3_error *err) {
     return status;
 }
 
-/* The prompt of the turn. When it cannot be run the turn is taken back. */
+/* The prompt of the turn; what becomes of it when it cannot be run is the caller's. */
 static int turn_prompt(chat *c) {
     k3_error err = {{0}};
     turn *u = &c->turns[c->n_turn - 1];
@@ -1515,13 +1574,13 @@ static int turn_prompt(chat *c) {
         console_clear(&c->con);
         if (!c->a->quiet) say("note: %s; replies so far may be wrong", err.text);
         chat_distrust(c);
+        c->n_prompt = c->n;
+        c->n_cached = 0;
     }
     console_clear(&c->con);
     c->prompt_ns = clock_ns() - start;
     c->n_prompt -= c->n_cached;
     if (status >= 0) return DONE;
-    c->n = u->start; /* so that the cache is not asked for more */
-    chat_recover(c, u);
     if (status == K3_ECANCEL) {
         c->why = "interrupt";
         return complain(c, INTERRUPTED,
@@ -1600,27 +1659,13 @@ static int turn_close(chat *c, reply *r) {
     return rc;
 }
 
-/* One turn: messages in, a reply shown. After it the turn is there, closed, or all is as before. */
-static int chat_turn(chat *c, json_object *messages, json_object *request) {
+/* The turn's prompt was run: the reply, shown and closed. */
+static int turn_reply(chat *c) {
     reply r;
-    c->why = "";
-    c->n_gen = c->n_step = c->n_cached = c->n_said = c->gen_ns = c->n_prompt = c->prompt_ns = 0;
-    int rc = turn_push(c);
-    if (rc != DONE) return rc;
-    if (c->n == 0) rc = chat_header(c);
-    if (rc == DONE) rc = turn_render(c, messages, request);
-    if (rc == DONE) rc = turn_check_context(c);
-    if (rc == DONE) rc = turn_prompt(c);
-    if (rc != DONE) {
-        chat_cut_turn(c);
-        return rc;
-    }
-    json_object_put(c->queue);
-    c->queue = NULL;
     c->first_said = c->n;
     c->n_reply++;
     reply_init(&r, &c->marks, c->t, c->render.thinks, c->n_call);
-    rc = turn_generate(c, &r);
+    int rc = turn_generate(c, &r);
     int closed = turn_close(c, &r);
     if (rc == DONE) rc = closed;
     if (rc == DONE || !ferror(stdout)) {
@@ -1630,6 +1675,200 @@ static int chat_turn(chat *c, json_object *messages, json_object *request) {
     reply_free(&r);
     if (rc == DONE) chat_store(c);
     return rc;
+}
+
+static void turn_begin(chat *c, bool is_whole) {
+    c->why = "";
+    c->n_gen = c->n_step = c->n_cached = c->n_said = c->gen_ns = c->n_prompt = c->prompt_ns = 0;
+    c->is_whole = is_whole;
+    c->has_row = false;
+}
+
+/* One turn: messages in, a reply shown. After it the turn is there, closed, or all is as before. */
+static int chat_turn(chat *c, json_object *messages) {
+    turn_begin(c, false);
+    int rc = turn_push(c);
+    if (rc != DONE) return rc;
+    if (c->n == 0) rc = chat_header(c);
+    if (rc == DONE) rc = turn_render(c, messages, NULL);
+    if (rc == DONE) rc = turn_check_context(c);
+    if (rc == DONE && (rc = turn_prompt(c)) != DONE) {
+        turn *u = &c->turns[c->n_turn - 1];
+        c->n = u->start; /* so that the cache is not asked for more */
+        chat_recover(c, u);
+    }
+    if (rc != DONE) {
+        chat_cut_turn(c);
+        return rc;
+    }
+    json_object_put(c->queue);
+    c->queue = NULL;
+    return turn_reply(c);
+}
+
+/* What a whole conversation puts aside, to be there again if no reply begins. */
+typedef struct {
+    uint32_t *id;
+    size_t n, cap, n_header;
+    turn *cut; /* turns that are not part of the new one */
+    size_t n_cut;
+    json_object *tools;
+    render_state render;
+    uint64_t n_call;
+    bool is_stored;
+} conversation;
+
+/* How many ids both begin with. */
+static size_t ids_shared(const uint32_t *a, size_t n_a, const uint32_t *b, size_t n_b) {
+    size_t n = n_a < n_b ? n_a : n_b, i = 0;
+    while (i < n && a[i] == b[i]) i++;
+    return i;
+}
+
+/* Tool calls in a conversation's messages, so that the ids of new ones follow from it alone. */
+static uint64_t messages_count_calls(json_object *messages) {
+    uint64_t n = 0;
+    for (size_t i = 0; i < json_object_array_length(messages); i++) {
+        json_object *calls = json_field(json_object_array_get_idx(messages, i), "tool_calls");
+        if (has_tools(calls)) n += json_object_array_length(calls);
+    }
+    return n;
+}
+
+/* The conversation of a request, rendered in place of the one that is there. */
+static int whole_render(chat *c, conversation *was, json_object *messages, json_object *request) {
+    k3_error err = {{0}};
+    *was = (conversation){.id = c->id, .n = c->n, .cap = c->cap, .n_header = c->n_header};
+    was->tools = c->tools;
+    was->render = c->render;
+    was->n_call = c->n_call;
+    was->is_stored = c->is_stored;
+    c->id = NULL;
+    c->n = c->cap = c->n_header = 0;
+    c->tools = json_object_get(json_field(request, "tools"));
+    c->render = (render_state){.thinks = c->own_thinks, .effort = c->own_effort};
+    c->n_call = messages_count_calls(messages);
+    int status = render_settings(&c->render, request, &err);
+    if (status < 0) return complain_status(c, status, &err);
+    int rc = chat_header(c);
+    if (rc == DONE) rc = turn_render(c, messages, request);
+    uint64_t context = k3_session_context(c->s);
+    if (rc != DONE || c->n < context) return rc;
+    return complain(
+        c, FAIL_IO,
+        "context full: this conversation needs %zu positions and one for the reply, and "
+        "the context holds %llu; send less of it, or start with a larger --context (the "
+        "model's maximum is %u)",
+        c->n, (unsigned long long)context, (unsigned)k3_engine_shape(c->e)->max_position);
+}
+
+/* The session at the most that it has of the new conversation's ids: where it is, at a snapshot, or
+ * reset, where the cache has more. `n_shared`: ids that both conversations begin with. One id is
+ * left to be run, unless its row was kept. */
+static void whole_place(chat *c, size_t n_shared) {
+    k3_error err = {{0}};
+    size_t pos = chat_pos(c), n_cached = 0;
+    size_t most = n_shared < c->n ? n_shared : c->n - 1;
+    place best = chat_best_place(c, most, n_shared == c->n ? c->n : 0);
+    if (pos <= most && pos >= best.pos) return;
+    for (size_t i = 0; i < c->n_turn; i++) {
+        size_t n = c->turns[i].n_cached;
+        if (n > n_cached && n <= most && cache_has(c, n)) n_cached = n;
+    }
+    c->is_stored = false;
+    if (n_cached > best.pos || !best.snap || k3_session_restore(c->s, best.snap, &err) < 0)
+        k3_session_reset(c->s);
+    c->has_row = chat_pos(c) == c->n;
+    if (c->has_row) memcpy(c->row, best.row, c->n_vocab * sizeof *c->row);
+}
+
+/* Turns that both conversations have stay; those behind are put aside, and a turn for the rest
+ * begins. */
+static int whole_turns(chat *c, conversation *was, size_t n_shared) {
+    size_t n_keep = c->n_turn;
+    int rc = turn_reserve(c);
+    turn *cut = malloc((c->n_turn + 1) * sizeof *cut);
+    if (rc == DONE && !cut) rc = complain(c, FAIL_IO, "no memory for %zu turns", c->n_turn);
+    if (rc != DONE) {
+        free(cut);
+        return rc;
+    }
+    whole_place(c, n_shared);
+    turn u = {.start = was->n, .calls = was->render.calls, .n_tool = was->render.n_tool};
+    u.n_call = was->n_call;
+    while (n_keep > 0 && (u.start > n_shared || u.start >= c->n)) u = c->turns[--n_keep];
+    was->cut = cut;
+    was->n_cut = c->n_turn - n_keep;
+    memcpy(cut, c->turns + n_keep, was->n_cut * sizeof *cut);
+    u = (turn){.start = u.start,
+               .calls = json_object_get(u.calls),
+               .n_tool = u.n_tool,
+               .n_call = u.n_call};
+    if (c->is_stored && chat_pos(c) <= u.start) u.n_cached = chat_pos(c);
+    c->turns[n_keep] = u;
+    c->n_turn = n_keep + 1;
+    return DONE;
+}
+
+/* No reply began: the conversation that was there is there again, to be read again where the session
+ * has lost it. */
+static void whole_back(chat *c, conversation *was) {
+    bool is_touched = was->cut != NULL;
+    if (is_touched) {
+        turn *u = &c->turns[--c->n_turn];
+        json_object_put(u->calls);
+        turn_drop_snapshot(u);
+        memcpy(u, was->cut, was->n_cut * sizeof *u);
+        c->n_turn += was->n_cut;
+    }
+    free(was->cut);
+    free(c->id);
+    json_object_put(c->tools);
+    json_object_put(c->render.calls);
+    c->id = was->id;
+    c->n = was->n;
+    c->cap = was->cap;
+    c->n_header = was->n_header;
+    c->tools = was->tools;
+    c->render = was->render;
+    c->n_call = was->n_call;
+    if (!is_touched) return;
+    c->is_stored = false;
+    chat_recover_last(c);
+}
+
+static void whole_forget(conversation *was) {
+    for (size_t i = 0; i < was->n_cut; i++) {
+        json_object_put(was->cut[i].calls);
+        turn_drop_snapshot(&was->cut[i]);
+    }
+    free(was->cut);
+    free(was->id);
+    json_object_put(was->tools);
+    json_object_put(was->render.calls);
+}
+
+/* A whole conversation in place of the one that is there; what both begin with is not run again. After
+ * it a reply was shown, or all is as before. Its ids follow from the request, the command line and
+ * the commands given, and from no request before. */
+static int chat_whole(chat *c, json_object *messages, json_object *request) {
+    conversation was;
+    if (c->queue)
+        return complain(c, FAIL_USAGE,
+                        "messages are the whole conversation, and a system message waits for the "
+                        "next single one: put it into messages, and let {\"command\":\"/reset\"} "
+                        "drop the one that waits");
+    turn_begin(c, true);
+    int rc = whole_render(c, &was, messages, request);
+    if (rc == DONE) rc = whole_turns(c, &was, ids_shared(was.id, was.n, c->id, c->n));
+    if (rc == DONE) rc = turn_prompt(c);
+    if (rc != DONE) {
+        whole_back(c, &was);
+        return rc;
+    }
+    whole_forget(&was);
+    turn_snapshot_after(c);
+    return turn_reply(c);
 }
 
 /* ==== 7. Showing a reply =============================================================
@@ -1735,6 +1974,7 @@ static int show_json(chat *c, const reply *r) {
     json_put(o, "stop_reason", json_object_new_string(c->why));
     json_put(o, "ids", ids);
     json_put_count(o, "n_prompt", c->n_prompt);
+    json_put_count(o, "n_kept", c->first_said - c->n_prompt);
     json_put_count(o, "n_cached", c->n_cached);
     json_put_count(o, "n_gen", c->n_gen);
     json_put_count(o, "n_context", c->n);
@@ -1861,6 +2101,12 @@ static int chat_new_header(chat *c) {
     return rc;
 }
 
+/* What thinking and effort are now was asked for: whole conversations begin with it too. */
+static void chat_own_settings(chat *c) {
+    c->own_thinks = c->render.thinks;
+    c->own_effort = c->render.effort;
+}
+
 static const char *effort_name(const chat *c) {
     return c->render.effort ? c->render.effort : "none";
 }
@@ -1898,6 +2144,7 @@ static int command_think(chat *c, const char *arg) {
     int rc =
         i < 2 && before != c->render.thinks ? chat_set_render(c, before, c->render.effort) : DONE;
     if (rc != DONE) return rc;
+    if (i < 2) chat_own_settings(c);
     tell(c, "(thinking is %s, and %s%s)", c->render.thinks ? "on" : "off",
          c->hides_think ? "hidden" : "shown",
          i < 2 && c->n_turn ? "; earlier turns stay as they were" : "");
@@ -1918,6 +2165,7 @@ static int command_effort(chat *c, const char *arg) {
         }
         int rc = before == c->render.effort ? DONE : chat_set_render(c, c->render.thinks, before);
         if (rc != DONE) return rc;
+        chat_own_settings(c);
     }
     tell(c, "(effort is %s%s)", effort_name(c),
          c->render.thinks ? "" : "; it counts while thinking is on, and it is off");
@@ -2262,6 +2510,7 @@ static int load_from(chat *c, const char *arg) {
         *c = fresh;
     else
         chat_keep(c);
+    if (rc == DONE) chat_own_settings(c);
     if (rc == DONE) tell(c, "(loaded %zu turns, %zu positions)", c->n_turn, c->n);
     return rc;
 }
@@ -2285,7 +2534,9 @@ static int command_undo(chat *c, const char *arg) {
                                  : " (--undo keeps more, --cache DIR keeps "
                                    "them on disk)",
                         u.start);
-    c->turns[c->n_turn - 1].snap = NULL; /* needed a moment longer */
+    turn *last = &c->turns[c->n_turn - 1];
+    last->snap = last->after = NULL; /* needed a moment longer */
+    last->row = NULL;
     chat_cut_turn(c);
     chat_recover(c, &u);
     turn_drop_snapshot(&u);
@@ -2932,64 +3183,29 @@ static int chat_json_system(chat *c, json_object *m) {
     return DONE;
 }
 
-/* What a request says besides its messages: tools with the first turn, thinking and effort as
- * /think and /effort do. */
-static int chat_json_request(chat *c, json_object *root) {
-    k3_error err = {{0}};
-    json_object *tools = json_field(root, "tools");
-    bool thought = c->render.thinks;
-    const char *before = c->render.effort;
-    if (tools && c->n)
-        return complain(c, FAIL_USAGE,
-                        "tools: declared with the first turn only; later ones go in a system "
-                        "message that has tools");
-    int status = render_settings(&c->render, root, &err), rc = DONE;
-    if (status >= 0 && (before != c->render.effort || (c->render.thinks && !thought)))
-        rc = chat_set_render(c, thought, before);
-    if (status < 0) {
-        c->render.thinks = thought;
-        c->render.effort = before;
-        return complain_status(c, status, &err);
-    }
-    if (rc != DONE || !tools) return rc;
-    chat_drop_tools(c);
-    c->tools = json_object_get(tools);
-    return DONE;
-}
-
-/* The request came to no reply: what it set goes with it. */
-static void chat_render_back(chat *c, uint64_t n_reply, bool thought, const char *effort) {
-    bool thinks = c->render.thinks;
-    const char *was = c->render.effort;
-    if (c->n_reply != n_reply || (thinks == thought && was == effort)) return;
-    c->render.thinks = thought;
-    c->render.effort = effort;
-    chat_set_render(c, thinks, was);
-}
-
-/* A line of --json: a text, messages, a request, or a command. */
+/* A line of --json. An object with `messages` is a whole conversation, as OpenAI's API means it; a
+ * text, a message or an array of messages is an addition to the one that is there, whatever made it.
+ * An object with `command` is a command. */
 static int chat_json(chat *c, const buf *line) {
     k3_error err = {{0}};
     const char *why;
     size_t at;
     json_object *root = json_read(buf_text(line), line->n, &at, &why), *messages = NULL;
     if (why) return complain(c, FAIL_USAGE, "this line is no JSON: column %zu: %s", at + 1, why);
-    const char *command = json_string(root, "command"), *effort = c->render.effort;
-    bool thought = c->render.thinks;
-    uint64_t n_before = c->n_reply;
+    const char *command = json_string(root, "command");
     int rc = DONE, status = K3_OK;
+    c->streams = false;
     if (command && json_object_object_length(root) == 1) {
         rc = chat_command_run(c, command);
     } else if (json_equals(json_field(root, "role"), "system")) {
         rc = chat_json_system(c, root);
     } else if ((status = request_messages(root, &messages, &err)) < 0) {
         rc = complain_status(c, status, &err);
+    } else if (is_request(root)) {
+        c->streams = json_object_get_boolean(json_field(root, "stream"));
+        rc = chat_whole(c, messages, root);
     } else {
-        c->streams = is_request(root) && json_object_get_boolean(json_field(root, "stream"));
-        if (is_request(root)) rc = chat_json_request(c, root);
-        if (rc == DONE) rc = chat_turn(c, messages, is_request(root) ? root : NULL);
-        if (c->n_turn == 0) chat_drop_tools(c);
-        if (rc != DONE) chat_render_back(c, n_before, thought, effort);
+        rc = chat_turn(c, messages);
     }
     json_object_put(messages);
     json_object_put(root);
@@ -3016,7 +3232,7 @@ static int chat_text_turn(chat *c, const char *p, size_t n) {
     json_put(m, "role", json_object_new_string("user"));
     json_put(m, "content", json_object_new_string_len(p, (int)n));
     json_object_array_add(messages, m);
-    int rc = chat_turn(c, messages, NULL);
+    int rc = chat_turn(c, messages);
     json_object_put(messages);
     return rc;
 }
@@ -3151,6 +3367,7 @@ static int chat_open(chat *c) {
     if (a->load) {
         rc = load_from(c, a->load);
         if (rc == DONE) rc = chat_apply_given(c);
+        chat_own_settings(c);
         if (rc == DONE && a->quiet) buf_clear(&c->told);
         say_told(c);
     }
@@ -3175,6 +3392,7 @@ static void chat_settings(chat *c, const cli_args *a) {
     const char *terminal = getenv("TERM");
     c->a = a;
     c->render = (render_state){.thinks = !a->no_think, .effort = EFFORT[a->effort]};
+    chat_own_settings(c);
     c->sampler = (k3_sampler){a->temperature, a->top_p, (uint32_t)a->top_k, a->seed};
     if (a->system) buf_add_valid(&c->system, a->system, strlen(a->system));
     c->is_terminal = !a->json && isatty(STDIN_FILENO) == 1 &&
