@@ -15,6 +15,7 @@
 #include "k3_cli.h"
 
 #include "cli/calls.h"
+#include "cli/complete.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -1188,10 +1189,16 @@ typedef struct {
     const char *why; /* "eos" "tokens" "context" "interrupt"                       */
     uint64_t prompt_ns, gen_ns, n_prompt, n_cached, n_gen, n_step; /* n_cached: not run again */
     size_t first_said, n_said; /* its ids                                          */
+    uint64_t most;             /* ids of one reply; 0: all that fit                */
     /* in and out */
     bool is_terminal, is_screen; /* stdin is one, and is edited; stdout is one */
     bool has_color, hides_think, streams, is_over;
     edit_state *edit;
+    buf notes;          /* the engine's, which wait for the line of text to end    */
+    uint64_t n_left;    /* notes that found no room there                          */
+    uint64_t looked_ns; /* when stdout was last looked at                          */
+    bool is_left;       /* nobody reads stdout any more                            */
+    int (*progress)(void *user, const k3_progress *p);
     buf told;  /* what a command said, for --json                                   */
     int worst; /* exit code of the first turn that failed                           */
     enum { SHOW_NOTHING, SHOW_THINK, SHOW_ANSWER } shown;
@@ -1250,9 +1257,56 @@ PRINTF_LIKE(3, 4) static int complain(chat *c, int code, const char *format, ...
 }
 
 static int complain_status(chat *c, int status, const k3_error *err) {
+    if (status == K3_ECANCEL && c->is_left)
+        return complain(c, FAIL_IO, "stdout: nobody reads it any more, so the work was given up");
     if (status == K3_ECANCEL) return complain(c, INTERRUPTED, "interrupted");
     const char *text = err->text[0] ? err->text : k3_status_name(status);
     return complain(c, exit_code(status), "%.*s", text_whole(text), text);
+}
+
+/* The conversation that a console belongs to, which is all that the engine's callbacks get. */
+static chat *chat_of(void *user) { return (chat *)(void *)((char *)user - offsetof(chat, con)); }
+
+enum { MOST_NOTES = 16384 };
+
+/* A note of the engine's: not into the middle of a word of the reply. */
+static void chat_note(void *user, const char *line) {
+    chat *c = chat_of(user);
+    if (!c->con.hides_compute || c->con.is_quiet)
+        console_note(user, line);
+    else if (c->notes.n + strlen(line) > MOST_NOTES)
+        c->n_left++;
+    else {
+        buf_puts(&c->notes, c->notes.n ? "\nk3: note: " : "note: ");
+        buf_puts(&c->notes, line);
+    }
+}
+
+/* The line of text has ended: what waited for it. */
+static void say_notes(chat *c) {
+    if (c->notes.n) say("%s", buf_text(&c->notes));
+    if (c->n_left) say("note: %llu more that are not shown", (unsigned long long)c->n_left);
+    c->n_left = 0;
+    buf_clear(&c->notes);
+}
+
+/* Whoever reads stdout went away: a pipe's other end was closed, a terminal hung up. */
+static bool out_is_left(void) {
+    struct pollfd fd = {STDOUT_FILENO, 0, 0};
+    return poll(&fd, 1, 0) == 1 && (fd.revents & (POLLERR | POLLHUP | POLLNVAL)) != 0;
+}
+
+enum { LOOK_NS = 250000000 };
+
+/* Work that nobody waits for any more is given up, four times a second at the latest. */
+static int chat_progress(void *user, const k3_progress *p) {
+    chat *c = chat_of(user);
+    uint64_t now = clock_ns();
+    if (p->phase == K3_PHASE_COMPUTE && now - c->looked_ns > LOOK_NS) {
+        c->looked_ns = now;
+        c->is_left = out_is_left();
+    }
+    return c->is_left ? 1 : c->progress(user, p);
 }
 
 enum { MANY_AGAIN = 64 }; /* positions to read again that are worth a word */
@@ -1581,7 +1635,7 @@ static int turn_prompt(chat *c) {
     c->prompt_ns = clock_ns() - start;
     c->n_prompt -= c->n_cached;
     if (status >= 0) return DONE;
-    if (status == K3_ECANCEL) {
+    if (status == K3_ECANCEL && !c->is_left) {
         c->why = "interrupt";
         return complain(c, INTERRUPTED,
                         "stopped before the reply began; your message was taken "
@@ -1594,7 +1648,7 @@ static int turn_prompt(chat *c) {
 static int turn_step(chat *c) {
     k3_error err = {{0}};
     uint64_t start = clock_ns();
-    uint64_t most = c->a->tokens ? c->a->tokens : k3_session_context(c->s) - chat_pos(c) + c->n_gen;
+    uint64_t most = c->most ? c->most : k3_session_context(c->s) - chat_pos(c) + c->n_gen;
     c->con.n_grace = 1; /* a step given up costs the state: the first Ctrl-C lets it end */
     console_answer(&c->con, c->n_gen, most);
     int status = k3_session_feed(c->s, c->id + chat_pos(c), 1, K3_ROWS_LAST, c->row, &err);
@@ -1608,13 +1662,13 @@ static int turn_step(chat *c) {
         chat_distrust(c);
     else
         chat_recover_last(c);
-    return status == K3_ECANCEL ? INTERRUPTED : complain_status(c, status, &err);
+    return status == K3_ECANCEL && !c->is_left ? INTERRUPTED : complain_status(c, status, &err);
 }
 
 static int turn_generate(chat *c, reply *r) {
     int rc = DONE;
     c->why = "tokens";
-    while (rc == DONE && (c->n_gen < c->a->tokens || c->a->tokens == 0)) {
+    while (rc == DONE && (c->n_gen < c->most || c->most == 0)) {
         if (interrupted) {
             rc = INTERRUPTED;
             break;
@@ -1915,6 +1969,7 @@ static void show_text(chat *c, int kind, const char *p, size_t n) {
                 buf_puts(&out, "\xef\xbf\xbd");
     out_write(buf_text(&out), out.n);
     if (c->is_screen && c->con.is_tty) c->con.hides_compute = true;
+    if (kind == SHOW_ANSWER && p[n - 1] == '\n') say_notes(c);
     buf_free(&out);
 }
 
@@ -2023,6 +2078,7 @@ static int show_end(chat *c, reply *r) {
     c->n_think_out = c->n_answer_out = 0;
     c->shown = SHOW_NOTHING;
     c->con.hides_compute = false;
+    say_notes(c);
     if (rc != DONE || c->a->json) return rc;
     if (strcmp(c->why, "interrupt") == 0 && !c->a->quiet)
         tell(c, "(stopped; what was said is kept)");
@@ -2031,7 +2087,8 @@ static int show_end(chat *c, reply *r) {
                  "context full: the reply ends here; /undo or /reset make room, or start "
                  "with a larger --context");
     if (strcmp(c->why, "tokens") == 0 && !c->a->quiet)
-        tell(c, "(stopped after --tokens %llu)", (unsigned long long)c->a->tokens);
+        tell(c, "(stopped after %llu ids: /tokens N or --tokens N allows more, 0 all that fit)",
+             (unsigned long long)c->most);
     if (c->n - chat_pos(c) > MANY_AGAIN && !c->a->quiet)
         tell(c, "(that step was given up: your next turn reads %zu positions again)",
              c->n - chat_pos(c));
@@ -2209,6 +2266,18 @@ static int command_seed(chat *c, const char *arg) {
     if (*arg && !parse_u64(arg, strlen(arg), &c->sampler.seed))
         return complain_number(c, "/seed", arg, "a whole number");
     return command_real(c, "/seed", "", NULL, 0);
+}
+
+static int command_tokens(chat *c, const char *arg) {
+    uint64_t value = c->most;
+    if (*arg && (!parse_u64(arg, strlen(arg), &value) || value > UINT32_MAX))
+        return complain_number(c, "/tokens", arg, "a whole number; 0: all that the context holds");
+    c->most = value;
+    tell(c,
+         value ? "(at most %llu ids of a reply, thinking included)"
+               : "(a reply is as long as the context holds)%.0llu",
+         (unsigned long long)value);
+    return DONE;
 }
 
 /* What a state file needs besides the session to go on with the conversation. */
@@ -2505,6 +2574,7 @@ static int load_from(chat *c, const char *arg) {
     buf_free(&text);
     c->told = fresh.told; /* what was said meanwhile is of both */
     fresh.con = c->con;
+    fresh.notes = c->notes;
     chat_forget(rc == DONE ? c : &fresh);
     if (rc == DONE)
         *c = fresh;
@@ -2600,6 +2670,7 @@ static const chat_command COMMAND[] = {
     {"/top-p", "[P]", "draw among the likeliest that hold P; 1 is off", command_top_p},
     {"/top-k", "[N]", "draw among the N likeliest; 0 is off", command_top_k},
     {"/seed", "[N]", "the same seed gives the same reply", command_seed},
+    {"/tokens", "[N]", "most ids of a reply, thinking included; 0: all that fit", command_tokens},
     {"/save", "FILE", "write the conversation with its state", command_save},
     {"/load", "FILE", "go on from there", command_load},
     {"/undo", "[anyway]", "take the last turn back", command_undo},
@@ -2615,7 +2686,8 @@ static int help_commands(chat *c, const char *arg) {
         tell(c, "  %-34s %s", left, COMMAND[i].help);
     }
     if (c->is_terminal)
-        tell(c, "  Ctrl-C stops a reply and keeps what was said. Alt-Enter, or \\ at the end of a "
+        tell(c, "  Tab completes commands and files. Ctrl-C stops a reply and keeps what was said. "
+                "Alt-Enter, or \\ at the end of a "
                 "line,\n  goes on with another line; pasted text may have many. // starts a "
                 "message with /.");
     else if (!c->a->json)
@@ -2904,6 +2976,58 @@ done:
     return result;
 }
 
+/* What Tab completes: the name of a command behind a / that begins the line, then the file or the
+ * words that its row in COMMAND names. Anything else is a message, where Tab has nothing to add. */
+static completion edit_complete(const char *line) {
+    const char *arg = line + strcspn(line, " \t");
+    const char *word[COUNT(COMMAND) + 1] = {NULL};
+    char words[64], *rest = words;
+    size_t n = 0, i = 0;
+    if (line[0] != '/') return (completion){NULL, NULL, 0};
+    if (!*arg) {
+        for (; i < COUNT(COMMAND); i++) word[n++] = COMMAND[i].name;
+        return complete_word(line, word);
+    }
+    while (i < COUNT(COMMAND) && (strncmp(COMMAND[i].name, line, (size_t)(arg - line)) != 0 ||
+                                  COMMAND[i].name[arg - line]))
+        i++;
+    arg += strspn(arg, " \t");
+    if (i == COUNT(COMMAND)) return (completion){NULL, NULL, 0};
+    if (strcmp(COMMAND[i].arg, "FILE") == 0) return complete_path(arg);
+    snprintf(words, sizeof words, "%s", COMMAND[i].arg); /* "[on|off]", "[TEXT]" */
+    while (n < COUNT(COMMAND) && (word[n] = strsep(&rest, "[|]")) != NULL)
+        if (word[n][0] >= 'a' && word[n][0] <= 'z') n++;
+    word[n] = NULL;
+    return complete_word(arg, word);
+}
+
+/* Tab: what is certain is added; where more than one fits they are listed and the line stays. */
+static unsigned char edit_tab(EditLine *el, int key) {
+    const LineInfo *info = el_line(el);
+    buf line = {0}, list = {0};
+    enum { MOST_LISTED = 100 };
+    (void)key;
+    buf_add(&line, info->buffer, (size_t)(info->cursor - info->buffer));
+    completion c = edit_complete(buf_text(&line));
+    buf_free(&line);
+    bool is_added = c.n && c.add[0] && el_insertstr(el, c.add) == 0;
+    if (c.n > 1 && !is_added) {
+        for (size_t i = 0; i < c.n && i < MOST_LISTED; i++) {
+            buf name = {0};
+            buf_add_valid(&name, c.word[i], strlen(c.word[i]));
+            buf_puts(&list, i ? "  " : "");
+            put_terminal(&list, buf_text(&name), name.n);
+            buf_free(&name);
+        }
+        if (c.n > MOST_LISTED) buf_printf(&list, "  and %zu more", c.n - MOST_LISTED);
+        fprintf(stderr, "\n%s\n", buf_text(&list));
+    }
+    unsigned char result = is_added ? CC_REFRESH : c.n > 1 ? CC_REDISPLAY : CC_REFRESH_BEEP;
+    buf_free(&list);
+    completion_free(&c);
+    return result;
+}
+
 /* Where lines are kept: --history, or k3/history in the user's state directory. */
 static char *history_find(const char *given) {
     const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
@@ -3008,6 +3132,8 @@ static void edit_open(chat *c) {
     el_set(in->el, EL_BIND, "\\e\r", "k3-newline", NULL);
     el_set(in->el, EL_BIND, "\\e\n", "k3-newline", NULL);
     el_set(in->el, EL_BIND, "\\e[200~", "k3-paste", NULL);
+    el_wset(in->el, EL_ADDFN, L"k3-complete", L"complete commands and files", edit_tab);
+    el_set(in->el, EL_BIND, "\t", "k3-complete", NULL);
     el_set(in->el, EL_BIND, "^R", "em-inc-search-prev", NULL);
     in->history_path = history_find(c->a->history);
     history_begin(c);
@@ -3301,6 +3427,9 @@ static int chat_loop(chat *c) {
 /* The engine with room for snapshots, or, where the budget has none for them, without. */
 static int chat_engine(chat *c) {
     k3_options o = engine_options(c->a, c->dir, &c->con);
+    c->progress = o.progress;
+    o.progress = chat_progress;
+    o.note = chat_note;
     k3_error err = {{0}};
     engine_gpu(c->a, &o);
     o.snapshots = (uint32_t)c->a->undo;
@@ -3347,6 +3476,79 @@ static int chat_apply_given(chat *c) {
     return rc;
 }
 
+/* Defaults that follow from the model alone, never from the machine: the same command says the same
+ * everywhere. A model of this size is read from disk again for each id, and what suits a small one
+ * (all the thinking it wants, no limit) would be hours. */
+#define LARGE_MODEL_BYTES (64ull << 30)
+enum { LARGE_MODEL_TOKENS = 2048 };
+
+static bool is_large_model(const k3_shape *s) {
+    uint64_t n_experts = (uint64_t)(s->n_layers - s->n_dense) * s->n_experts;
+    return s->trunk_bytes + n_experts * s->expert_bytes >= LARGE_MODEL_BYTES;
+}
+
+static void chat_defaults(chat *c) {
+    bool is_large = is_large_model(k3_engine_shape(c->e));
+    c->most = c->a->tokens;
+    if (is_large && !is_given(c->a, "--tokens")) c->most = LARGE_MODEL_TOKENS;
+    if (is_large && !is_given(c->a, "--effort")) c->render.effort = EFFORT[EFFORT_LOW];
+    chat_own_settings(c);
+}
+
+/* Bytes read from disk for one id of a reply, by the plan. Experts are taken to be wanted evenly: hot
+ * ones that stay in memory make it less, checks and far boxes are not counted. */
+static double reply_id_bytes(const k3_shape *s, const k3_plan *p) {
+    double wanted = (double)(s->n_layers - s->n_dense) * s->top_k * (double)s->expert_bytes;
+    double kept = s->n_experts && p->quota < s->n_experts ? (double)p->quota / s->n_experts : 1;
+    return (double)p->streamed_bytes + wanted * (1 - kept);
+}
+
+static const char *fmt_time(char text[32], double seconds) {
+    if (seconds < 120)
+        snprintf(text, 32, seconds < 10 ? "%.1f s" : "%.0f s", seconds);
+    else if (seconds < 7200)
+        snprintf(text, 32, "%.0f min", seconds / 60);
+    else
+        snprintf(text, 32, seconds < 360000 ? "%.1f h" : "%.0f h", seconds / 3600);
+    return text;
+}
+
+/* What a reply may take, said before the first one: a line about the settings and, where weights are
+ * read again and again, one about bytes and time. */
+static void replies_describe(buf *out, const chat *c, const k3_shape *s, const k3_plan *p) {
+    enum { SHORT_REPLY = 200 };
+    char id[32], some[32], all[32], bytes[32];
+    uint64_t most = c->most && c->most < p->context ? c->most : p->context;
+    double n_bytes = reply_id_bytes(s, p);
+    buf_printf(out, "replies: thinking %s, effort %s, ", c->render.thinks ? "on" : "off",
+               effort_name(c));
+    if (c->most)
+        buf_printf(out, "at most %llu ids, thinking included", (unsigned long long)c->most);
+    buf_puts(out, c->most ? "" : "as long as the context holds");
+    buf_puts(out, " (--effort, --no-think, --tokens; /effort, /think, /tokens)");
+    if (n_bytes <= 0) return;
+    buf_printf(out, "\nk3: time: %s read for each id of a reply",
+               fmt_bytes(bytes, (uint64_t)n_bytes));
+    if (p->disk_bytes_per_s <= 0) {
+        buf_puts(out, "; how fast the disk gives them was not measured (--io auto measures)");
+        return;
+    }
+    double seconds = n_bytes / p->disk_bytes_per_s;
+    buf_printf(out,
+               ", about %s: a reply of %d ids %s, the longest of %llu %s; less where experts "
+               "stay in memory, and the prompt comes first (`k3 plan`)",
+               fmt_time(id, seconds), SHORT_REPLY, fmt_time(some, seconds * SHORT_REPLY),
+               (unsigned long long)most, fmt_time(all, seconds * (double)most));
+}
+
+static void chat_say_replies(const chat *c) {
+    buf text = {0};
+    if (c->a->quiet || !(c->is_terminal || c->a->verbose || is_streaming(c->e))) return;
+    replies_describe(&text, c, k3_engine_shape(c->e), k3_engine_plan(c->e));
+    say("%s", buf_text(&text));
+    buf_free(&text);
+}
+
 static int chat_open(chat *c) {
     const cli_args *a = c->a;
     k3_error err = {{0}};
@@ -3364,6 +3566,7 @@ static int chat_open(chat *c) {
         status = k3_cache_open(&c->cache, c->e, a->cache, a->cache_size, &err);
     if (status < 0) return fail_status(status, &err);
     if (a->verbose || (is_streaming(c->e) && !a->quiet)) plan_say(c->e);
+    chat_defaults(c);
     if (a->load) {
         rc = load_from(c, a->load);
         if (rc == DONE) rc = chat_apply_given(c);
@@ -3371,6 +3574,7 @@ static int chat_open(chat *c) {
         if (rc == DONE && a->quiet) buf_clear(&c->told);
         say_told(c);
     }
+    if (rc == DONE) chat_say_replies(c);
     return rc;
 }
 
@@ -3384,6 +3588,7 @@ static void chat_close(chat *c) {
     k3_tokenizer_close(c->t);
     chat_forget(c);
     buf_free(&c->told);
+    buf_free(&c->notes);
     free(c->row);
     free(c->scratch);
 }

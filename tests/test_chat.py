@@ -561,6 +561,34 @@ def test_call_deltas():
             equal(f"stopped after {n}: {key}", "".join(d.get(key, "") for d in deltas), half[key])
 
 
+def test_left():
+    """A reader that goes away while a prompt is run ends the work."""
+    r = subprocess.Popen([K3, "chat", "-q", "--kernels", "ref", "--threads", "1"],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    r.stdin.write(b"x y " * 1600 + b"\n/stats\n")
+    r.stdin.flush()
+    r.stdout.close()
+    try:
+        err = r.communicate(timeout=100)[1]
+    except subprocess.TimeoutExpired:
+        r.kill()
+        err = b"still at work"
+    check("nobody reads: given up, and nothing after it", r.returncode == 1 and
+          b"nobody reads it any more" in err and b"positions" not in err, (r.returncode, err))
+
+
+def test_limits():
+    out = talk(["Hello!", command("/tokens 2"), "Hello!", command("/tokens x"), command("/tokens"),
+                command("/tokens 0"), command("/tokens")], "--tokens", "3")
+    equal("/tokens", [o.get("n_gen") for o in out[:3:2]], [3, 2])
+    equal("/tokens: said", [o.get("done") for o in out[3:]], [None] + ["(at most 2 ids of a reply, "
+          "thinking included)"] + ["(a reply is as long as the context holds)"] * 2)
+    r = subprocess.run([K3, "chat", "-v", "--tokens", "7", "--effort", "high"], input=b"",
+                       capture_output=True, timeout=60)
+    check("effort and limit are said at the start", b"effort high, at most 7 ids" in r.stderr and
+          b"--tokens" in r.stderr and b"/effort" in r.stderr, r.stderr)
+
+
 def test_stopped_replies():
     """A reply stopped at any id is closed as the encoder would have written it."""
     full, prompt = said(GOLDEN[0])[0], [1795, 280, 307, 295, 360, 1, 1797, 1795, 288, 1797]
@@ -938,6 +966,37 @@ def test_history():
           [n for n in os.listdir(TMP.name) if n.startswith("lines")], ["lines"])
 
 
+def test_completion():
+    """Tab: commands, their words, files; messages are left alone."""
+    home = os.path.join(TMP.name, "k3 dir [a]")
+    os.makedirs(os.path.join(home, "sub"))
+    for name in ("talk one.k3s", "talk two.k3s", "été.k3s", ".hidden"):
+        open(os.path.join(home, name), "w").close()
+    t = Terminal("--history", "")
+    t.wait(PROMPT, "tab: a prompt")
+
+    def line(typed, *want):
+        t.send(typed.encode() + b"\r")
+        got = t.wait(PROMPT, f"tab: a line {typed!r}").decode()
+        for text in want:
+            check(f"tab: {typed!r} gives {text!r}", text in got, got)
+        return got
+
+    line("/sta\t", "context ", "memory ")
+    line("/s\t\t\x15/temp", "/system", "/save", "/stats", "/seed")
+    line("/ef\tl\t", "effort is low")
+    line("/think h\t", "hidden")
+    line(f"/load {home}/ta\to\t", "talk one.k3s: ")
+    line("/load ~/k3\ts\tnone", "sub/none: ")
+    line(f"/load {home}/\xe9\t".replace("\xe9", "é"), "été.k3s: ")
+    got = line(f"/load {home}/\t\t", "talk one.k3s", "talk two.k3s", "sub/")
+    check("tab: hidden files are not listed", ".hidden" not in got, got)
+    line("/nonsense\t", "no command /nonsense")
+    line("/stats \t", "context ")
+    t.send(b"sta\t\x15/quit\r")
+    equal("tab: in a message adds nothing", t.exit_code(), 0)
+
+
 def test_suspend():
     """Ctrl-Z and fg: the terminal is taken again, whatever a shell made of it."""
     t = Terminal("--history", "")
@@ -1045,6 +1104,9 @@ def main():
     test_whole()
     test_mixed()
     test_call_deltas()
+    test_limits()
+    if not QUICK:
+        test_left()
     test_stopped_replies()
     test_same_everywhere()
     test_foreign_text()
@@ -1057,6 +1119,7 @@ def main():
     if has_libedit():
         test_terminal()
         test_history()
+        test_completion()
         test_suspend()
         test_terminal_paste()
         if not QUICK:

@@ -316,7 +316,7 @@ static const struct {
     {"ca1ACca2AC", "f{\"k\": \"1\"};f{\"k\": \"2\"};"},
     {"xxxxxxca1AC", "f{};"}, /* deeper than is followed: no argument */
     {"xxxxxxxca1AC", ""},    /* deeper still: no call */
-    {"a1AcC", "f{};"},        /* an argument of no call */
+    {"a1AcC", "f{};"},       /* an argument of no call */
 };
 
 static void odd_element(xtml *x, char letter) {
@@ -501,6 +501,68 @@ static void test_notes(void) {
     k3_engine_close(e);
 }
 
+/* Defaults follow from the model, and the time of a reply from the plan. Shape and plan are those of
+ * the released model on a machine that keeps none of the trunk. */
+static void test_reply_times(void) {
+    static const k3_shape large = {.n_layers = 93,
+                                   .n_dense = 1,
+                                   .n_experts = 896,
+                                   .top_k = 16,
+                                   .expert_bytes = 17547264,
+                                   .trunk_bytes = 113509540864};
+    static const k3_shape small = {.n_layers = 13,
+                                   .n_dense = 1,
+                                   .n_experts = 32,
+                                   .top_k = 4,
+                                   .expert_bytes = 1 << 14,
+                                   .trunk_bytes = 1 << 22};
+    k3_plan p = {.context = 4096, .streamed_bytes = 111200000000, .disk_bytes_per_s = 7e9};
+    chat c;
+    buf text = {0};
+    memset(&c, 0, sizeof c);
+    CHECK(is_large_model(&large) && !is_large_model(&small));
+    CHECK_EQ_INT((int64_t)(reply_id_bytes(&large, &p) / 1e8), 1370); /* 137.0 GB */
+    c.render.thinks = true;
+    c.render.effort = "low";
+    c.most = LARGE_MODEL_TOKENS;
+    replies_describe(&text, &c, &large, &p);
+    CHECK(strstr(buf_text(&text), "effort low, at most 2048 ids"));
+    CHECK(strstr(buf_text(&text),
+                 "about 20 s: a reply of 200 ids 65 min, the longest of 2048 11.1 h"));
+    buf_clear(&text);
+    p.disk_bytes_per_s = 0;
+    replies_describe(&text, &c, &large, &p);
+    CHECK(strstr(buf_text(&text), "not measured") && !strstr(buf_text(&text), "about"));
+    buf_clear(&text);
+    p.streamed_bytes = 0;
+    p.quota = 896; /* all in memory: nothing is read, and nothing said of time */
+    c.most = 0;
+    replies_describe(&text, &c, &large, &p);
+    CHECK(strstr(buf_text(&text), "as long as the context holds") &&
+          !strstr(buf_text(&text), "time"));
+    buf_free(&text);
+}
+
+/* A note of the engine's waits for the end of the line of text that is being shown. */
+static void test_note_waits(void) {
+    chat c;
+    memset(&c, 0, sizeof c);
+    c.con.hides_compute = true;
+    for (int i = 0; i < 2000; i++) chat_note(&c.con, "a box went away");
+    CHECK(strncmp(buf_text(&c.notes), "note: a box went away\nk3: note: a box", 37) == 0);
+    CHECK(c.notes.n <= MOST_NOTES + 32 && c.n_left > 0);
+    buf_clear(&c.notes);
+    c.n_left = 0;
+    chat_note(&c.con, "said behind the text: this line is meant to be here");
+    say_notes(&c);
+    CHECK(c.notes.n == 0);
+    c.con.hides_compute = false;
+    c.con.is_quiet = true;
+    chat_note(&c.con, "not kept");
+    CHECK(c.notes.n == 0);
+    buf_free(&c.notes);
+}
+
 int main(void) {
     test_begin("xtml");
     if (!CHECK_EQ_INT(k3_tokenizer_open(&t, "demo", &err), K3_OK)) return test_finish();
@@ -513,6 +575,8 @@ int main(void) {
     test_odd_attributes();
     test_odd_arguments();
     test_notes();
+    test_reply_times();
+    test_note_waits();
     k3_tokenizer_close(t);
     return test_finish();
 }
