@@ -14,6 +14,8 @@
  */
 #include "k3_cli.h"
 
+#include "cli/calls.h"
+#include "cli/complete.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -930,54 +932,78 @@ typedef struct {
     bool has_response, is_over; /* is_over: end of message was met                    */
     buf think, answer;          /* valid UTF-8 as far as it goes                      */
     k3_utf8 think_utf8, answer_utf8, tag_utf8;
-    json_object *calls;      /* OpenAI's tool_calls; NULL: none                       */
-    buf name, key, type;     /* of the call and the argument being read               */
-    buf body, arguments;     /* of the argument; of the call, as JSON                 */
-    bool is_raw;             /* arguments came as one text                            */
-    uint64_t n_call, call_0; /* ids of calls are numbered through the conversation    */
+    call_list call;
+    int call_at, value_at; /* depth of the call being read, and of its argument; 0: none */
+    bool is_closing;       /* what comes is reply_close's, not the model's           */
 } reply;
 
-static void reply_push_element(reply *r, const char *name) {
-    if (r->depth == MAX_DEPTH) return;
+/* False: the element is too deep to be followed. */
+static bool reply_push_element(reply *r, const char *name) {
+    if (r->depth == MAX_DEPTH) return false;
     snprintf(r->element[r->depth++], sizeof r->element[0], "%.*s", text_cut(name, 23), name);
     if (strcmp(name, "response") == 0) r->has_response = true;
+    return true;
+}
+
+/* JSON as the format writes it, for calls_init. */
+static bool reply_value(const char *body, size_t n, struct printbuf *out) {
+    const char *why;
+    size_t at;
+    json_object *value = json_read(body, n, &at, &why);
+    buf text = {0};
+    if (!why) json_write(&text, value, false);
+    json_object_put(value);
+    bool ok = !why && !text.is_short && text.n < INT_MAX / 2 &&
+              printbuf_memappend(out, buf_text(&text), (int)text.n) >= 0;
+    buf_free(&text);
+    return ok;
 }
 
 /* A reply to the prompt of xtml_prompt. */
 static void reply_init(reply *r, const chat_marks *marks, const k3_tokenizer *t, bool thinks,
-                       uint64_t call_0) {
+                       uint64_t n_call) {
     memset(r, 0, sizeof *r);
     r->marks = marks;
     r->t = t;
-    r->call_0 = call_0;
+    calls_init(&r->call, n_call, reply_value);
     reply_push_element(r, "message");
     reply_push_element(r, thinks ? "think" : "response");
 }
 
 static void reply_free(reply *r) {
-    buf *const all[] = {&r->tag_text, &r->think, &r->answer, &r->name,
-                        &r->key,      &r->type,  &r->body,   &r->arguments};
+    buf *const all[] = {&r->tag_text, &r->think, &r->answer};
     for (size_t i = 0; i < COUNT(all); i++) buf_free(all[i]);
-    json_object_put(r->calls);
-    r->calls = NULL;
+    calls_free(&r->call);
+}
+
+/* Memory ran out: what the reply says is not all that it said. */
+static bool reply_is_short(const reply *r) {
+    return r->tag_text.is_short || r->think.is_short || r->answer.is_short || r->call.is_short;
 }
 
 static bool reply_is_in(const reply *r, const char *name) {
     return r->depth > 0 && strcmp(r->element[r->depth - 1], name) == 0;
 }
 
-/* The value of an attribute of the tag, unescaped; empty when it is not there. */
+/* The value of an attribute of the tag, unescaped; empty when it is not there. Attributes are read
+ * one behind the other: what looks like one inside a value is text. */
 static void tag_attribute(const buf *tag, const char *key, buf *value) {
-    char before[32];
+    const char *p = buf_text(tag);
+    size_t n_key = strlen(key);
+    bool is_it = false;
     value->n = 0;
     buf_puts(value, "");
-    snprintf(before, sizeof before, " %s=\"", key);
-    const char *p = strstr(buf_text(tag), before);
-    if (!p) return;
-    for (p += strlen(before); *p && *p != '"';) {
-        bool is_amp = strncmp(p, "&amp;", 5) == 0, is_quote = strncmp(p, "&quot;", 6) == 0;
-        buf_add(value, is_amp ? "&" : is_quote ? "\"" : p, 1);
-        p += is_amp ? 5 : is_quote ? 6 : 1;
+    for (p += strcspn(p, " "); *p == ' ' && !is_it;) {
+        const char *name = ++p;
+        p = strstr(p, "=\"");
+        if (!p) return;
+        is_it = (size_t)(p - name) == n_key && memcmp(name, key, n_key) == 0;
+        for (p += 2; *p && *p != '"';) {
+            bool is_amp = strncmp(p, "&amp;", 5) == 0, is_quote = strncmp(p, "&quot;", 6) == 0;
+            if (is_it) buf_add(value, is_amp ? "&" : is_quote ? "\"" : p, 1);
+            p += is_amp ? 5 : is_quote ? 6 : 1;
+        }
+        p += *p == '"';
     }
 }
 
@@ -986,20 +1012,31 @@ static void buf_clear(buf *b) {
     if (b->p) b->p[0] = '\0';
 }
 
+/* A call counts where none is open, its arguments directly inside it; deeper elements of these names
+ * are elements like any other. */
 static void reply_open(reply *r) {
     char name[24];
+    buf key = {0}, type = {0};
     snprintf(name, sizeof name, "%.*s", (int)strcspn(buf_text(&r->tag_text), " "),
              buf_text(&r->tag_text));
-    reply_push_element(r, name);
-    buf_clear(&r->body);
-    if (strcmp(name, "call") == 0) {
-        tag_attribute(&r->tag_text, "tool", &r->name);
-        buf_clear(&r->arguments);
-        r->is_raw = false;
-    } else if (strcmp(name, "argument") == 0) {
-        tag_attribute(&r->tag_text, "key", &r->key);
-        tag_attribute(&r->tag_text, "type", &r->type);
+    if (!reply_push_element(r, name) || r->is_closing) return;
+    bool is_in_call = r->call_at && r->call_at == r->depth - 1;
+    if (strcmp(name, "call") == 0 && !r->call_at) {
+        r->call_at = r->depth;
+        tag_attribute(&r->tag_text, "tool", &key);
+        calls_begin(&r->call, buf_text(&key));
+    } else if (strcmp(name, "argument") == 0 && is_in_call) {
+        r->value_at = r->depth;
+        tag_attribute(&r->tag_text, "key", &key);
+        tag_attribute(&r->tag_text, "type", &type);
+        calls_argument(&r->call, buf_text(&key), buf_text(&type));
+    } else if (strcmp(name, "json") == 0 && is_in_call) {
+        r->value_at = r->depth;
+        calls_raw(&r->call);
     }
+    if (key.is_short || type.is_short) r->call.is_short = true;
+    buf_free(&key);
+    buf_free(&type);
 }
 
 /* Any bytes, as valid UTF-8. */
@@ -1009,55 +1046,16 @@ static void buf_add_valid(buf *out, const char *p, size_t n) {
     buf_add_utf8(out, &u, "", 0);
 }
 
-static void buf_add_json_string(buf *out, const buf *text) {
-    buf valid = {0};
-    buf_add_valid(&valid, buf_text(text), text->n);
-    json_write_string(out, buf_text(&valid), valid.n);
-    if (valid.is_short) out->is_short = true;
-    buf_free(&valid);
-}
-
-/* An argument ends: what is not a string must be JSON, else it is taken as a string. */
-static void reply_argument(reply *r) {
-    const char *why = "a string";
-    size_t at;
-    json_object *value = NULL;
-    buf_puts(&r->arguments, r->arguments.n ? ", " : "{");
-    buf_add_json_string(&r->arguments, &r->key);
-    buf_puts(&r->arguments, ": ");
-    buf_puts(&r->body, "");
-    if (strcmp(buf_text(&r->type), "string") != 0 && r->body.p)
-        value = json_read(r->body.p, r->body.n, &at, &why);
-    if (why)
-        buf_add_json_string(&r->arguments, &r->body);
-    else
-        json_write(&r->arguments, value, false);
-    json_object_put(value);
-}
-
-static void reply_call(reply *r) {
-    json_object *call = json_object_new_object(), *function = json_object_new_object();
-    char id[32];
-    snprintf(id, sizeof id, "call_%llu", (unsigned long long)(r->call_0 + ++r->n_call));
-    if (!r->is_raw) buf_puts(&r->arguments, r->arguments.n ? "}" : "{}");
-    json_put(function, "name", json_object_new_string(buf_text(&r->name)));
-    json_put(function, "arguments", json_object_new_string(buf_text(&r->arguments)));
-    json_put(call, "id", json_object_new_string(id));
-    json_put(call, "type", json_object_new_string("function"));
-    json_put(call, "function", function);
-    if (!r->calls) r->calls = json_object_new_array();
-    json_object_array_add(r->calls, call);
-}
-
 /* The innermost element ends. */
 static void reply_pop(reply *r) {
-    if (reply_is_in(r, "argument")) reply_argument(r);
-    if (reply_is_in(r, "json")) {
-        buf_clear(&r->arguments);
-        buf_add_valid(&r->arguments, buf_text(&r->body), r->body.n);
-        r->is_raw = true;
+    if (r->depth == r->value_at) {
+        calls_end_value(&r->call);
+        r->value_at = 0;
     }
-    if (reply_is_in(r, "call")) reply_call(r);
+    if (r->depth == r->call_at) {
+        calls_end(&r->call);
+        r->call_at = 0;
+    }
     r->depth--;
 }
 
@@ -1073,8 +1071,14 @@ static void reply_text(reply *r, const char *p, size_t n) {
         buf_add_utf8(&r->think, &r->think_utf8, p, n);
     else if (reply_is_in(r, "response") || reply_is_in(r, "message") || r->depth == 0)
         buf_add_utf8(&r->answer, &r->answer_utf8, p, n);
-    else
-        buf_add(&r->body, p, n);
+    else if (r->depth == r->value_at)
+        calls_text(&r->call, p, n);
+}
+
+/* What no further id will complete. */
+static void reply_flush(reply *r) {
+    buf_add_utf8(&r->think, &r->think_utf8, "", 0);
+    buf_add_utf8(&r->answer, &r->answer_utf8, "", 0);
 }
 
 /* The next id of the reply, which is no stop other than the end of the message. */
@@ -1084,7 +1088,9 @@ static void reply_push(reply *r, uint32_t id) {
     if (id == r->marks->end) {
         r->is_over = true;
     } else if (id == r->marks->open || id == r->marks->close) {
+        reply_flush(r); /* half a character before a mark is never completed behind it */
         r->tag = id == r->marks->open ? OPEN_TAG : CLOSE_TAG;
+        r->tag_utf8 = (k3_utf8){{0}, 0};
         buf_clear(&r->tag_text);
     } else if (id == r->marks->sep) {
         buf_add_utf8(&r->tag_text, &r->tag_utf8, "", 0);
@@ -1100,12 +1106,6 @@ static void reply_push(reply *r, uint32_t id) {
     }
 }
 
-/* What no further id will complete. */
-static void reply_flush(reply *r) {
-    buf_add_utf8(&r->think, &r->think_utf8, "", 0);
-    buf_add_utf8(&r->answer, &r->answer_utf8, "", 0);
-}
-
 /* The name of a tag that has none yet. */
 static const char *reply_tag_name(const reply *r) {
     if (r->tag == CLOSE_TAG) return r->depth ? r->element[r->depth - 1] : "message";
@@ -1117,6 +1117,7 @@ static const char *reply_tag_name(const reply *r) {
 /* What is missing to end the message: the rest of a tag, close tags, the end itself. */
 static void reply_close(reply *r, xtml *x) {
     if (r->is_over) return;
+    r->is_closing = true;
     if (r->tag != NO_TAG) {
         const char *name = reply_tag_name(r), *said = buf_text(&r->tag_text);
         if (strncmp(name, said, strlen(said)) == 0) {
@@ -1144,7 +1145,10 @@ static void reply_close(reply *r, xtml *x) {
  */
 typedef struct {
     size_t start;       /* index of its first id; 0 for the first turn           */
-    k3_snapshot *snap;  /* NULL: none kept                                       */
+    k3_snapshot *snap;  /* at `snap_pos`, at or before its start; NULL: none kept */
+    k3_snapshot *after; /* at `after_pos`, behind its prompt; NULL: none kept    */
+    float *row;         /* f32[n_vocab], the row there; NULL: none kept          */
+    size_t snap_pos, after_pos;
     size_t n_cached;    /* positions of its start the cache had; 0: none         */
     json_object *calls; /* render_state as it was                                */
     unsigned n_tool;
@@ -1166,10 +1170,14 @@ typedef struct {
     float *row;    /* f32[n_vocab]                                                 */
     void *scratch; /* for k3_sample                                                */
     k3_sampler sampler;
-    render_state render;
-    buf system;         /* the message before the first turn; empty: none          */
-    json_object *queue; /* system messages that go with the next turn              */
-    json_object *tools; /* declared before the first turn                          */
+    render_state render;    /* of the conversation as it is                           */
+    bool own_thinks;        /* what the command line and commands asked for: a whole  */
+    const char *own_effort; /* conversation begins with it                         */
+    bool is_whole;          /* the turn at work is a whole conversation               */
+    bool has_row;           /* `row` is that of its last id, which need not be run    */
+    buf system;             /* the message before the first turn; empty: none          */
+    json_object *queue;     /* system messages that go with the next turn              */
+    json_object *tools;     /* declared before the first turn                          */
     uint32_t *id;
     size_t n, cap, n_header;
     turn *turns;
@@ -1181,10 +1189,16 @@ typedef struct {
     const char *why; /* "eos" "tokens" "context" "interrupt"                       */
     uint64_t prompt_ns, gen_ns, n_prompt, n_cached, n_gen, n_step; /* n_cached: not run again */
     size_t first_said, n_said; /* its ids                                          */
+    uint64_t most;             /* ids of one reply; 0: all that fit                */
     /* in and out */
     bool is_terminal, is_screen; /* stdin is one, and is edited; stdout is one */
     bool has_color, hides_think, streams, is_over;
     edit_state *edit;
+    buf notes;          /* the engine's, which wait for the line of text to end    */
+    uint64_t n_left;    /* notes that found no room there                          */
+    uint64_t looked_ns; /* when stdout was last looked at                          */
+    bool is_left;       /* nobody reads stdout any more                            */
+    int (*progress)(void *user, const k3_progress *p);
     buf told;  /* what a command said, for --json                                   */
     int worst; /* exit code of the first turn that failed                           */
     enum { SHOW_NOTHING, SHOW_THINK, SHOW_ANSWER } shown;
@@ -1243,9 +1257,56 @@ PRINTF_LIKE(3, 4) static int complain(chat *c, int code, const char *format, ...
 }
 
 static int complain_status(chat *c, int status, const k3_error *err) {
+    if (status == K3_ECANCEL && c->is_left)
+        return complain(c, FAIL_IO, "stdout: nobody reads it any more, so the work was given up");
     if (status == K3_ECANCEL) return complain(c, INTERRUPTED, "interrupted");
     const char *text = err->text[0] ? err->text : k3_status_name(status);
     return complain(c, exit_code(status), "%.*s", text_whole(text), text);
+}
+
+/* The conversation that a console belongs to, which is all that the engine's callbacks get. */
+static chat *chat_of(void *user) { return (chat *)(void *)((char *)user - offsetof(chat, con)); }
+
+enum { MOST_NOTES = 16384 };
+
+/* A note of the engine's: not into the middle of a word of the reply. */
+static void chat_note(void *user, const char *line) {
+    chat *c = chat_of(user);
+    if (!c->con.hides_compute || c->con.is_quiet)
+        console_note(user, line);
+    else if (c->notes.n + strlen(line) > MOST_NOTES)
+        c->n_left++;
+    else {
+        buf_puts(&c->notes, c->notes.n ? "\nk3: note: " : "note: ");
+        buf_puts(&c->notes, line);
+    }
+}
+
+/* The line of text has ended: what waited for it. */
+static void say_notes(chat *c) {
+    if (c->notes.n) say("%s", buf_text(&c->notes));
+    if (c->n_left) say("note: %llu more that are not shown", (unsigned long long)c->n_left);
+    c->n_left = 0;
+    buf_clear(&c->notes);
+}
+
+/* Whoever reads stdout went away: a pipe's other end was closed, a terminal hung up. */
+static bool out_is_left(void) {
+    struct pollfd fd = {STDOUT_FILENO, 0, 0};
+    return poll(&fd, 1, 0) == 1 && (fd.revents & (POLLERR | POLLHUP | POLLNVAL)) != 0;
+}
+
+enum { LOOK_NS = 250000000 };
+
+/* Work that nobody waits for any more is given up, four times a second at the latest. */
+static int chat_progress(void *user, const k3_progress *p) {
+    chat *c = chat_of(user);
+    uint64_t now = clock_ns();
+    if (p->phase == K3_PHASE_COMPUTE && now - c->looked_ns > LOOK_NS) {
+        c->looked_ns = now;
+        c->is_left = out_is_left();
+    }
+    return c->is_left ? 1 : c->progress(user, p);
 }
 
 enum { MANY_AGAIN = 64 }; /* positions to read again that are worth a word */
@@ -1271,7 +1332,10 @@ static int chat_append(chat *c, const uint32_t *id, size_t n) {
 
 static void turn_drop_snapshot(turn *u) {
     k3_snapshot_free(u->snap);
-    u->snap = NULL;
+    k3_snapshot_free(u->after);
+    free(u->row);
+    u->snap = u->after = NULL;
+    u->row = NULL;
 }
 
 static void chat_drop_snapshots(chat *c) {
@@ -1313,30 +1377,75 @@ static void chat_recover(chat *c, const turn *u) {
     }
 }
 
-/* A step failed or was given up: back to the last snapshot, all ids kept. */
+typedef struct {
+    k3_snapshot *snap; /* NULL: none                       */
+    size_t pos;        /* 0: none                          */
+    const float *row;  /* the row there; NULL: not kept    */
+} place;
+
+/* The snapshot with the most of the first `most` positions, or one with its row at n_row. */
+static place chat_best_place(const chat *c, size_t most, size_t n_row) {
+    place best = {NULL, 0, NULL};
+    for (size_t i = 0; i < c->n_turn; i++) {
+        const turn *u = &c->turns[i];
+        const place one[] = {{u->snap, u->snap_pos, NULL}, {u->after, u->after_pos, u->row}};
+        for (size_t j = 0; j < COUNT(one); j++)
+            if (one[j].snap && one[j].pos > best.pos &&
+                (one[j].pos <= most || (one[j].row && one[j].pos == n_row)))
+                best = one[j];
+    }
+    return best;
+}
+
+/* A step failed or was given up: back to the last snapshot that the session can go to, all ids
+ * kept. */
 static void chat_recover_last(chat *c) {
-    size_t i = c->n_turn;
-    while (i > 0 && !c->turns[i - 1].snap) i--;
-    chat_recover(c, i > 0 ? &c->turns[i - 1] : NULL);
+    k3_error err = {{0}};
+    place best;
+    for (size_t most = c->n; (best = chat_best_place(c, most, 0)).snap; most = best.pos - 1)
+        if (k3_session_restore(c->s, best.snap, &err) >= 0) return;
+    chat_recover(c, NULL);
 }
 
 /* A far box was believed and lied: no state from since then is right. It is not asked again, and
  * what was said is read again without it. */
 static void chat_distrust(chat *c) {
-    for (size_t i = 0; i < c->n_turn; i++) turn_drop_snapshot(&c->turns[i]);
+    chat_drop_snapshots(c);
+    c->has_row = false;
     k3_session_reset(c->s);
 }
 
-/* Keep the session's state for /undo; older snapshots make room. */
-static void turn_snapshot(chat *c, turn *u) {
+/* A snapshot of the session as it is; older ones make room. NULL: there is none even so. */
+static k3_snapshot *chat_snapshot(chat *c) {
     k3_error err = {{0}};
-    if (chat_pos(c) == 0 || u->start > chat_pos(c) + MANY_AGAIN) return; /* chat_feed will */
-    for (size_t i = 0; k3_session_snapshot(c->s, &u->snap, &err) < 0; i++) {
-        u->snap = NULL;
-        while (i < c->n_turn && !c->turns[i].snap) i++;
-        if (i >= c->n_turn) return;
+    k3_snapshot *snap = NULL;
+    for (size_t i = 0; k3_session_snapshot(c->s, &snap, &err) < 0; i++) {
+        snap = NULL;
+        while (i < c->n_turn && !c->turns[i].snap && !c->turns[i].after) i++;
+        if (i >= c->n_turn) return NULL;
         turn_drop_snapshot(&c->turns[i]);
     }
+    return snap;
+}
+
+/* Keep the session's state for /undo. */
+static void turn_snapshot(chat *c, turn *u) {
+    if (chat_pos(c) == 0 || u->start > chat_pos(c) + MANY_AGAIN) return; /* chat_feed will */
+    u->snap = chat_snapshot(c);
+    u->snap_pos = chat_pos(c);
+}
+
+/* Keep it behind the prompt of a whole conversation, with the row that the reply begins from: the
+ * next one, where it is the same or says what the model did not, goes on from here. */
+static void turn_snapshot_after(chat *c) {
+    size_t i = c->n_turn - 1;
+    k3_snapshot *snap = chat_snapshot(c);
+    if (!snap) return;
+    turn_drop_snapshot(&c->turns[i]);
+    c->turns[i].after = snap;
+    c->turns[i].after_pos = chat_pos(c);
+    c->turns[i].row = malloc(c->n_vocab * sizeof *c->row);
+    if (c->turns[i].row) memcpy(c->turns[i].row, c->row, c->n_vocab * sizeof *c->row);
 }
 
 /* Whether the directory now has the state of the first n_pos ids: what was kept may be evicted, and
@@ -1379,6 +1488,8 @@ static void chat_reset(chat *c) {
     c->queue = NULL;
     c->n = c->n_header = 0;
     c->is_stored = false;
+    c->render.thinks = c->own_thinks;
+    c->render.effort = c->own_effort;
     k3_session_reset(c->s);
 }
 
@@ -1481,13 +1592,15 @@ static int chat_feed(chat *c, k3_error *err) {
         if (got > 0) c->n_cached = (uint64_t)got;
     }
     size_t pos = chat_pos(c);
+    if (c->has_row && pos == c->n) return K3_OK;
     if (c->cache && pos < c->n_header && c->n_header >= HEADER_WORTH) {
         status = k3_session_feed(c->s, c->id + pos, c->n_header - pos, K3_ROWS_NONE, NULL, err);
         if (status < 0) return status;
         chat_store(c);
     }
     pos = chat_pos(c);
-    if (u->start > pos + MANY_AGAIN) { /* the state was lost: now it is there to keep */
+    if (u->start > pos + MANY_AGAIN &&
+        !c->is_whole) { /* the state was lost: now it is there to keep */
         status = k3_session_feed(c->s, c->id + pos, u->start - pos, K3_ROWS_NONE, NULL, err);
         if (status < 0) return status;
         turn_snapshot(c, u);
@@ -1498,7 +1611,7 @@ static int chat_feed(chat *c, k3_error *err) {
     return status;
 }
 
-/* The prompt of the turn. When it cannot be run the turn is taken back. */
+/* The prompt of the turn; what becomes of it when it cannot be run is the caller's. */
 static int turn_prompt(chat *c) {
     k3_error err = {{0}};
     turn *u = &c->turns[c->n_turn - 1];
@@ -1515,14 +1628,14 @@ static int turn_prompt(chat *c) {
         console_clear(&c->con);
         if (!c->a->quiet) say("note: %s; replies so far may be wrong", err.text);
         chat_distrust(c);
+        c->n_prompt = c->n;
+        c->n_cached = 0;
     }
     console_clear(&c->con);
     c->prompt_ns = clock_ns() - start;
     c->n_prompt -= c->n_cached;
     if (status >= 0) return DONE;
-    c->n = u->start; /* so that the cache is not asked for more */
-    chat_recover(c, u);
-    if (status == K3_ECANCEL) {
+    if (status == K3_ECANCEL && !c->is_left) {
         c->why = "interrupt";
         return complain(c, INTERRUPTED,
                         "stopped before the reply began; your message was taken "
@@ -1535,7 +1648,7 @@ static int turn_prompt(chat *c) {
 static int turn_step(chat *c) {
     k3_error err = {{0}};
     uint64_t start = clock_ns();
-    uint64_t most = c->a->tokens ? c->a->tokens : k3_session_context(c->s) - chat_pos(c) + c->n_gen;
+    uint64_t most = c->most ? c->most : k3_session_context(c->s) - chat_pos(c) + c->n_gen;
     c->con.n_grace = 1; /* a step given up costs the state: the first Ctrl-C lets it end */
     console_answer(&c->con, c->n_gen, most);
     int status = k3_session_feed(c->s, c->id + chat_pos(c), 1, K3_ROWS_LAST, c->row, &err);
@@ -1549,13 +1662,13 @@ static int turn_step(chat *c) {
         chat_distrust(c);
     else
         chat_recover_last(c);
-    return status == K3_ECANCEL ? INTERRUPTED : complain_status(c, status, &err);
+    return status == K3_ECANCEL && !c->is_left ? INTERRUPTED : complain_status(c, status, &err);
 }
 
 static int turn_generate(chat *c, reply *r) {
     int rc = DONE;
     c->why = "tokens";
-    while (rc == DONE && (c->n_gen < c->a->tokens || c->a->tokens == 0)) {
+    while (rc == DONE && (c->n_gen < c->most || c->most == 0)) {
         if (interrupted) {
             rc = INTERRUPTED;
             break;
@@ -1569,7 +1682,8 @@ static int turn_generate(chat *c, reply *r) {
         if (rc != DONE) break;
         reply_push(r, id);
         c->n_said++;
-        if (is_stop) break;
+        if (reply_is_short(r)) rc = complain(c, FAIL_IO, "no memory for the text of this reply");
+        if (is_stop || rc != DONE) break;
         show_reply(c, r);
         if (ferror(stdout)) rc = FAIL_IO;
         if (rc == DONE && k3_session_pos(c->s) == k3_session_context(c->s)) {
@@ -1593,33 +1707,19 @@ static int turn_close(chat *c, reply *r) {
     int rc = chat_append_xtml(c, &x);
     xtml_free(&x);
     json_object_put(c->render.calls);
-    c->render.calls = json_object_get(r->calls);
+    c->render.calls = json_object_get(r->call.finished);
     c->render.n_tool = 0;
-    c->n_call += r->n_call;
+    c->n_call += r->call.n_finished + r->call.is_open; /* no id is used twice */
     return rc;
 }
 
-/* One turn: messages in, a reply shown. After it the turn is there, closed, or all is as before. */
-static int chat_turn(chat *c, json_object *messages, json_object *request) {
+/* The turn's prompt was run: the reply, shown and closed. */
+static int turn_reply(chat *c) {
     reply r;
-    c->why = "";
-    c->n_gen = c->n_step = c->n_cached = c->n_said = c->gen_ns = c->n_prompt = c->prompt_ns = 0;
-    int rc = turn_push(c);
-    if (rc != DONE) return rc;
-    if (c->n == 0) rc = chat_header(c);
-    if (rc == DONE) rc = turn_render(c, messages, request);
-    if (rc == DONE) rc = turn_check_context(c);
-    if (rc == DONE) rc = turn_prompt(c);
-    if (rc != DONE) {
-        chat_cut_turn(c);
-        return rc;
-    }
-    json_object_put(c->queue);
-    c->queue = NULL;
     c->first_said = c->n;
     c->n_reply++;
     reply_init(&r, &c->marks, c->t, c->render.thinks, c->n_call);
-    rc = turn_generate(c, &r);
+    int rc = turn_generate(c, &r);
     int closed = turn_close(c, &r);
     if (rc == DONE) rc = closed;
     if (rc == DONE || !ferror(stdout)) {
@@ -1629,6 +1729,200 @@ static int chat_turn(chat *c, json_object *messages, json_object *request) {
     reply_free(&r);
     if (rc == DONE) chat_store(c);
     return rc;
+}
+
+static void turn_begin(chat *c, bool is_whole) {
+    c->why = "";
+    c->n_gen = c->n_step = c->n_cached = c->n_said = c->gen_ns = c->n_prompt = c->prompt_ns = 0;
+    c->is_whole = is_whole;
+    c->has_row = false;
+}
+
+/* One turn: messages in, a reply shown. After it the turn is there, closed, or all is as before. */
+static int chat_turn(chat *c, json_object *messages) {
+    turn_begin(c, false);
+    int rc = turn_push(c);
+    if (rc != DONE) return rc;
+    if (c->n == 0) rc = chat_header(c);
+    if (rc == DONE) rc = turn_render(c, messages, NULL);
+    if (rc == DONE) rc = turn_check_context(c);
+    if (rc == DONE && (rc = turn_prompt(c)) != DONE) {
+        turn *u = &c->turns[c->n_turn - 1];
+        c->n = u->start; /* so that the cache is not asked for more */
+        chat_recover(c, u);
+    }
+    if (rc != DONE) {
+        chat_cut_turn(c);
+        return rc;
+    }
+    json_object_put(c->queue);
+    c->queue = NULL;
+    return turn_reply(c);
+}
+
+/* What a whole conversation puts aside, to be there again if no reply begins. */
+typedef struct {
+    uint32_t *id;
+    size_t n, cap, n_header;
+    turn *cut; /* turns that are not part of the new one */
+    size_t n_cut;
+    json_object *tools;
+    render_state render;
+    uint64_t n_call;
+    bool is_stored;
+} conversation;
+
+/* How many ids both begin with. */
+static size_t ids_shared(const uint32_t *a, size_t n_a, const uint32_t *b, size_t n_b) {
+    size_t n = n_a < n_b ? n_a : n_b, i = 0;
+    while (i < n && a[i] == b[i]) i++;
+    return i;
+}
+
+/* Tool calls in a conversation's messages, so that the ids of new ones follow from it alone. */
+static uint64_t messages_count_calls(json_object *messages) {
+    uint64_t n = 0;
+    for (size_t i = 0; i < json_object_array_length(messages); i++) {
+        json_object *calls = json_field(json_object_array_get_idx(messages, i), "tool_calls");
+        if (has_tools(calls)) n += json_object_array_length(calls);
+    }
+    return n;
+}
+
+/* The conversation of a request, rendered in place of the one that is there. */
+static int whole_render(chat *c, conversation *was, json_object *messages, json_object *request) {
+    k3_error err = {{0}};
+    *was = (conversation){.id = c->id, .n = c->n, .cap = c->cap, .n_header = c->n_header};
+    was->tools = c->tools;
+    was->render = c->render;
+    was->n_call = c->n_call;
+    was->is_stored = c->is_stored;
+    c->id = NULL;
+    c->n = c->cap = c->n_header = 0;
+    c->tools = json_object_get(json_field(request, "tools"));
+    c->render = (render_state){.thinks = c->own_thinks, .effort = c->own_effort};
+    c->n_call = messages_count_calls(messages);
+    int status = render_settings(&c->render, request, &err);
+    if (status < 0) return complain_status(c, status, &err);
+    int rc = chat_header(c);
+    if (rc == DONE) rc = turn_render(c, messages, request);
+    uint64_t context = k3_session_context(c->s);
+    if (rc != DONE || c->n < context) return rc;
+    return complain(
+        c, FAIL_IO,
+        "context full: this conversation needs %zu positions and one for the reply, and "
+        "the context holds %llu; send less of it, or start with a larger --context (the "
+        "model's maximum is %u)",
+        c->n, (unsigned long long)context, (unsigned)k3_engine_shape(c->e)->max_position);
+}
+
+/* The session at the most that it has of the new conversation's ids: where it is, at a snapshot, or
+ * reset, where the cache has more. `n_shared`: ids that both conversations begin with. One id is
+ * left to be run, unless its row was kept. */
+static void whole_place(chat *c, size_t n_shared) {
+    k3_error err = {{0}};
+    size_t pos = chat_pos(c), n_cached = 0;
+    size_t most = n_shared < c->n ? n_shared : c->n - 1;
+    place best = chat_best_place(c, most, n_shared == c->n ? c->n : 0);
+    if (pos <= most && pos >= best.pos) return;
+    for (size_t i = 0; i < c->n_turn; i++) {
+        size_t n = c->turns[i].n_cached;
+        if (n > n_cached && n <= most && cache_has(c, n)) n_cached = n;
+    }
+    c->is_stored = false;
+    if (n_cached > best.pos || !best.snap || k3_session_restore(c->s, best.snap, &err) < 0)
+        k3_session_reset(c->s);
+    c->has_row = chat_pos(c) == c->n;
+    if (c->has_row) memcpy(c->row, best.row, c->n_vocab * sizeof *c->row);
+}
+
+/* Turns that both conversations have stay; those behind are put aside, and a turn for the rest
+ * begins. */
+static int whole_turns(chat *c, conversation *was, size_t n_shared) {
+    size_t n_keep = c->n_turn;
+    int rc = turn_reserve(c);
+    turn *cut = malloc((c->n_turn + 1) * sizeof *cut);
+    if (rc == DONE && !cut) rc = complain(c, FAIL_IO, "no memory for %zu turns", c->n_turn);
+    if (rc != DONE) {
+        free(cut);
+        return rc;
+    }
+    whole_place(c, n_shared);
+    turn u = {.start = was->n, .calls = was->render.calls, .n_tool = was->render.n_tool};
+    u.n_call = was->n_call;
+    while (n_keep > 0 && (u.start > n_shared || u.start >= c->n)) u = c->turns[--n_keep];
+    was->cut = cut;
+    was->n_cut = c->n_turn - n_keep;
+    memcpy(cut, c->turns + n_keep, was->n_cut * sizeof *cut);
+    u = (turn){.start = u.start,
+               .calls = json_object_get(u.calls),
+               .n_tool = u.n_tool,
+               .n_call = u.n_call};
+    if (c->is_stored && chat_pos(c) <= u.start) u.n_cached = chat_pos(c);
+    c->turns[n_keep] = u;
+    c->n_turn = n_keep + 1;
+    return DONE;
+}
+
+/* No reply began: the conversation that was there is there again, to be read again where the session
+ * has lost it. */
+static void whole_back(chat *c, conversation *was) {
+    bool is_touched = was->cut != NULL;
+    if (is_touched) {
+        turn *u = &c->turns[--c->n_turn];
+        json_object_put(u->calls);
+        turn_drop_snapshot(u);
+        memcpy(u, was->cut, was->n_cut * sizeof *u);
+        c->n_turn += was->n_cut;
+    }
+    free(was->cut);
+    free(c->id);
+    json_object_put(c->tools);
+    json_object_put(c->render.calls);
+    c->id = was->id;
+    c->n = was->n;
+    c->cap = was->cap;
+    c->n_header = was->n_header;
+    c->tools = was->tools;
+    c->render = was->render;
+    c->n_call = was->n_call;
+    if (!is_touched) return;
+    c->is_stored = false;
+    chat_recover_last(c);
+}
+
+static void whole_forget(conversation *was) {
+    for (size_t i = 0; i < was->n_cut; i++) {
+        json_object_put(was->cut[i].calls);
+        turn_drop_snapshot(&was->cut[i]);
+    }
+    free(was->cut);
+    free(was->id);
+    json_object_put(was->tools);
+    json_object_put(was->render.calls);
+}
+
+/* A whole conversation in place of the one that is there; what both begin with is not run again. After
+ * it a reply was shown, or all is as before. Its ids follow from the request, the command line and
+ * the commands given, and from no request before. */
+static int chat_whole(chat *c, json_object *messages, json_object *request) {
+    conversation was;
+    if (c->queue)
+        return complain(c, FAIL_USAGE,
+                        "messages are the whole conversation, and a system message waits for the "
+                        "next single one: put it into messages, and let {\"command\":\"/reset\"} "
+                        "drop the one that waits");
+    turn_begin(c, true);
+    int rc = whole_render(c, &was, messages, request);
+    if (rc == DONE) rc = whole_turns(c, &was, ids_shared(was.id, was.n, c->id, c->n));
+    if (rc == DONE) rc = turn_prompt(c);
+    if (rc != DONE) {
+        whole_back(c, &was);
+        return rc;
+    }
+    whole_forget(&was);
+    turn_snapshot_after(c);
+    return turn_reply(c);
 }
 
 /* ==== 7. Showing a reply =============================================================
@@ -1675,6 +1969,7 @@ static void show_text(chat *c, int kind, const char *p, size_t n) {
                 buf_puts(&out, "\xef\xbf\xbd");
     out_write(buf_text(&out), out.n);
     if (c->is_screen && c->con.is_tty) c->con.hides_compute = true;
+    if (kind == SHOW_ANSWER && p[n - 1] == '\n') say_notes(c);
     buf_free(&out);
 }
 
@@ -1688,6 +1983,19 @@ static void show_delta(const char *key, const char *p, size_t n) {
     buf_free(&line);
 }
 
+/* What is new in the tool calls, in the shape of OpenAI's chunks; one thing a line. */
+static void show_call_deltas(reply *r) {
+    json_object *part;
+    while ((part = calls_delta(&r->call)) != NULL) {
+        json_object *line = json_object_new_object(), *delta = json_object_new_object();
+        json_object *parts = json_object_new_array();
+        json_object_array_add(parts, part);
+        json_put(delta, "tool_calls", parts);
+        json_put(line, "delta", delta);
+        out_json_line(line);
+    }
+}
+
 /* What is new in the reply. */
 static void show_reply(chat *c, reply *r) {
     const char *think = buf_text(&r->think) + c->n_think_out;
@@ -1698,6 +2006,7 @@ static void show_reply(chat *c, reply *r) {
     if (c->a->json) {
         if (c->streams) show_delta("reasoning_content", think, n_think);
         if (c->streams) show_delta("content", answer, n_answer);
+        if (c->streams) show_call_deltas(r);
         return;
     }
     if (c->is_terminal && c->is_screen && !c->hides_think) show_text(c, SHOW_THINK, think, n_think);
@@ -1715,10 +2024,12 @@ static int show_json(chat *c, const reply *r) {
     json_put(o, "role", json_object_new_string("assistant"));
     json_put(o, "content", json_text(&r->answer));
     if (c->render.thinks) json_put(o, "reasoning_content", json_text(&r->think));
-    if (r->calls) json_put(o, "tool_calls", json_object_get(r->calls));
+    if (r->call.finished) json_put(o, "tool_calls", json_object_get(r->call.finished));
+    if (r->call.is_open) json_put(o, "unfinished_call", calls_unfinished(&r->call));
     json_put(o, "stop_reason", json_object_new_string(c->why));
     json_put(o, "ids", ids);
     json_put_count(o, "n_prompt", c->n_prompt);
+    json_put_count(o, "n_kept", c->first_said - c->n_prompt);
     json_put_count(o, "n_cached", c->n_cached);
     json_put_count(o, "n_gen", c->n_gen);
     json_put_count(o, "n_context", c->n);
@@ -1731,8 +2042,8 @@ static int show_json(chat *c, const reply *r) {
 /* Tool calls, one a line: name and arguments. */
 static void show_calls(chat *c, const reply *r) {
     buf out = {0};
-    for (size_t i = 0; r->calls && i < json_object_array_length(r->calls); i++) {
-        json_object *call = json_field(json_object_array_get_idx(r->calls, i), "function");
+    for (size_t i = 0; i < r->call.n_finished; i++) {
+        json_object *call = json_field(json_object_array_get_idx(r->call.finished, i), "function");
         buf line = {0};
         buf_puts(&line, i || c->shown == SHOW_ANSWER ? "\n" : "");
         buf_puts(&line, json_string(call, "name"));
@@ -1767,6 +2078,7 @@ static int show_end(chat *c, reply *r) {
     c->n_think_out = c->n_answer_out = 0;
     c->shown = SHOW_NOTHING;
     c->con.hides_compute = false;
+    say_notes(c);
     if (rc != DONE || c->a->json) return rc;
     if (strcmp(c->why, "interrupt") == 0 && !c->a->quiet)
         tell(c, "(stopped; what was said is kept)");
@@ -1775,7 +2087,8 @@ static int show_end(chat *c, reply *r) {
                  "context full: the reply ends here; /undo or /reset make room, or start "
                  "with a larger --context");
     if (strcmp(c->why, "tokens") == 0 && !c->a->quiet)
-        tell(c, "(stopped after --tokens %llu)", (unsigned long long)c->a->tokens);
+        tell(c, "(stopped after %llu ids: /tokens N or --tokens N allows more, 0 all that fit)",
+             (unsigned long long)c->most);
     if (c->n - chat_pos(c) > MANY_AGAIN && !c->a->quiet)
         tell(c, "(that step was given up: your next turn reads %zu positions again)",
              c->n - chat_pos(c));
@@ -1845,6 +2158,12 @@ static int chat_new_header(chat *c) {
     return rc;
 }
 
+/* What thinking and effort are now was asked for: whole conversations begin with it too. */
+static void chat_own_settings(chat *c) {
+    c->own_thinks = c->render.thinks;
+    c->own_effort = c->render.effort;
+}
+
 static const char *effort_name(const chat *c) {
     return c->render.effort ? c->render.effort : "none";
 }
@@ -1882,6 +2201,7 @@ static int command_think(chat *c, const char *arg) {
     int rc =
         i < 2 && before != c->render.thinks ? chat_set_render(c, before, c->render.effort) : DONE;
     if (rc != DONE) return rc;
+    if (i < 2) chat_own_settings(c);
     tell(c, "(thinking is %s, and %s%s)", c->render.thinks ? "on" : "off",
          c->hides_think ? "hidden" : "shown",
          i < 2 && c->n_turn ? "; earlier turns stay as they were" : "");
@@ -1902,6 +2222,7 @@ static int command_effort(chat *c, const char *arg) {
         }
         int rc = before == c->render.effort ? DONE : chat_set_render(c, c->render.thinks, before);
         if (rc != DONE) return rc;
+        chat_own_settings(c);
     }
     tell(c, "(effort is %s%s)", effort_name(c),
          c->render.thinks ? "" : "; it counts while thinking is on, and it is off");
@@ -1945,6 +2266,18 @@ static int command_seed(chat *c, const char *arg) {
     if (*arg && !parse_u64(arg, strlen(arg), &c->sampler.seed))
         return complain_number(c, "/seed", arg, "a whole number");
     return command_real(c, "/seed", "", NULL, 0);
+}
+
+static int command_tokens(chat *c, const char *arg) {
+    uint64_t value = c->most;
+    if (*arg && (!parse_u64(arg, strlen(arg), &value) || value > UINT32_MAX))
+        return complain_number(c, "/tokens", arg, "a whole number; 0: all that the context holds");
+    c->most = value;
+    tell(c,
+         value ? "(at most %llu ids of a reply, thinking included)"
+               : "(a reply is as long as the context holds)%.0llu",
+         (unsigned long long)value);
+    return DONE;
 }
 
 /* What a state file needs besides the session to go on with the conversation. */
@@ -2241,11 +2574,13 @@ static int load_from(chat *c, const char *arg) {
     buf_free(&text);
     c->told = fresh.told; /* what was said meanwhile is of both */
     fresh.con = c->con;
+    fresh.notes = c->notes;
     chat_forget(rc == DONE ? c : &fresh);
     if (rc == DONE)
         *c = fresh;
     else
         chat_keep(c);
+    if (rc == DONE) chat_own_settings(c);
     if (rc == DONE) tell(c, "(loaded %zu turns, %zu positions)", c->n_turn, c->n);
     return rc;
 }
@@ -2269,7 +2604,9 @@ static int command_undo(chat *c, const char *arg) {
                                  : " (--undo keeps more, --cache DIR keeps "
                                    "them on disk)",
                         u.start);
-    c->turns[c->n_turn - 1].snap = NULL; /* needed a moment longer */
+    turn *last = &c->turns[c->n_turn - 1];
+    last->snap = last->after = NULL; /* needed a moment longer */
+    last->row = NULL;
     chat_cut_turn(c);
     chat_recover(c, &u);
     turn_drop_snapshot(&u);
@@ -2333,6 +2670,7 @@ static const chat_command COMMAND[] = {
     {"/top-p", "[P]", "draw among the likeliest that hold P; 1 is off", command_top_p},
     {"/top-k", "[N]", "draw among the N likeliest; 0 is off", command_top_k},
     {"/seed", "[N]", "the same seed gives the same reply", command_seed},
+    {"/tokens", "[N]", "most ids of a reply, thinking included; 0: all that fit", command_tokens},
     {"/save", "FILE", "write the conversation with its state", command_save},
     {"/load", "FILE", "go on from there", command_load},
     {"/undo", "[anyway]", "take the last turn back", command_undo},
@@ -2348,7 +2686,8 @@ static int help_commands(chat *c, const char *arg) {
         tell(c, "  %-34s %s", left, COMMAND[i].help);
     }
     if (c->is_terminal)
-        tell(c, "  Ctrl-C stops a reply and keeps what was said. Alt-Enter, or \\ at the end of a "
+        tell(c, "  Tab completes commands and files. Ctrl-C stops a reply and keeps what was said. "
+                "Alt-Enter, or \\ at the end of a "
                 "line,\n  goes on with another line; pasted text may have many. // starts a "
                 "message with /.");
     else if (!c->a->json)
@@ -2637,6 +2976,58 @@ done:
     return result;
 }
 
+/* What Tab completes: the name of a command behind a / that begins the line, then the file or the
+ * words that its row in COMMAND names. Anything else is a message, where Tab has nothing to add. */
+static completion edit_complete(const char *line) {
+    const char *arg = line + strcspn(line, " \t");
+    const char *word[COUNT(COMMAND) + 1] = {NULL};
+    char words[64], *rest = words;
+    size_t n = 0, i = 0;
+    if (line[0] != '/') return (completion){NULL, NULL, 0};
+    if (!*arg) {
+        for (; i < COUNT(COMMAND); i++) word[n++] = COMMAND[i].name;
+        return complete_word(line, word);
+    }
+    while (i < COUNT(COMMAND) && (strncmp(COMMAND[i].name, line, (size_t)(arg - line)) != 0 ||
+                                  COMMAND[i].name[arg - line]))
+        i++;
+    arg += strspn(arg, " \t");
+    if (i == COUNT(COMMAND)) return (completion){NULL, NULL, 0};
+    if (strcmp(COMMAND[i].arg, "FILE") == 0) return complete_path(arg);
+    snprintf(words, sizeof words, "%s", COMMAND[i].arg); /* "[on|off]", "[TEXT]" */
+    while (n < COUNT(COMMAND) && (word[n] = strsep(&rest, "[|]")) != NULL)
+        if (word[n][0] >= 'a' && word[n][0] <= 'z') n++;
+    word[n] = NULL;
+    return complete_word(arg, word);
+}
+
+/* Tab: what is certain is added; where more than one fits they are listed and the line stays. */
+static unsigned char edit_tab(EditLine *el, int key) {
+    const LineInfo *info = el_line(el);
+    buf line = {0}, list = {0};
+    enum { MOST_LISTED = 100 };
+    (void)key;
+    buf_add(&line, info->buffer, (size_t)(info->cursor - info->buffer));
+    completion c = edit_complete(buf_text(&line));
+    buf_free(&line);
+    bool is_added = c.n && c.add[0] && el_insertstr(el, c.add) == 0;
+    if (c.n > 1 && !is_added) {
+        for (size_t i = 0; i < c.n && i < MOST_LISTED; i++) {
+            buf name = {0};
+            buf_add_valid(&name, c.word[i], strlen(c.word[i]));
+            buf_puts(&list, i ? "  " : "");
+            put_terminal(&list, buf_text(&name), name.n);
+            buf_free(&name);
+        }
+        if (c.n > MOST_LISTED) buf_printf(&list, "  and %zu more", c.n - MOST_LISTED);
+        fprintf(stderr, "\n%s\n", buf_text(&list));
+    }
+    unsigned char result = is_added ? CC_REFRESH : c.n > 1 ? CC_REDISPLAY : CC_REFRESH_BEEP;
+    buf_free(&list);
+    completion_free(&c);
+    return result;
+}
+
 /* Where lines are kept: --history, or k3/history in the user's state directory. */
 static char *history_find(const char *given) {
     const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
@@ -2741,6 +3132,8 @@ static void edit_open(chat *c) {
     el_set(in->el, EL_BIND, "\\e\r", "k3-newline", NULL);
     el_set(in->el, EL_BIND, "\\e\n", "k3-newline", NULL);
     el_set(in->el, EL_BIND, "\\e[200~", "k3-paste", NULL);
+    el_wset(in->el, EL_ADDFN, L"k3-complete", L"complete commands and files", edit_tab);
+    el_set(in->el, EL_BIND, "\t", "k3-complete", NULL);
     el_set(in->el, EL_BIND, "^R", "em-inc-search-prev", NULL);
     in->history_path = history_find(c->a->history);
     history_begin(c);
@@ -2934,64 +3327,29 @@ static int chat_json_system(chat *c, json_object *m) {
     return DONE;
 }
 
-/* What a request says besides its messages: tools with the first turn, thinking and effort as
- * /think and /effort do. */
-static int chat_json_request(chat *c, json_object *root) {
-    k3_error err = {{0}};
-    json_object *tools = json_field(root, "tools");
-    bool thought = c->render.thinks;
-    const char *before = c->render.effort;
-    if (tools && c->n)
-        return complain(c, FAIL_USAGE,
-                        "tools: declared with the first turn only; later ones go in a system "
-                        "message that has tools");
-    int status = render_settings(&c->render, root, &err), rc = DONE;
-    if (status >= 0 && (before != c->render.effort || (c->render.thinks && !thought)))
-        rc = chat_set_render(c, thought, before);
-    if (status < 0) {
-        c->render.thinks = thought;
-        c->render.effort = before;
-        return complain_status(c, status, &err);
-    }
-    if (rc != DONE || !tools) return rc;
-    chat_drop_tools(c);
-    c->tools = json_object_get(tools);
-    return DONE;
-}
-
-/* The request came to no reply: what it set goes with it. */
-static void chat_render_back(chat *c, uint64_t n_reply, bool thought, const char *effort) {
-    bool thinks = c->render.thinks;
-    const char *was = c->render.effort;
-    if (c->n_reply != n_reply || (thinks == thought && was == effort)) return;
-    c->render.thinks = thought;
-    c->render.effort = effort;
-    chat_set_render(c, thinks, was);
-}
-
-/* A line of --json: a text, messages, a request, or a command. */
+/* A line of --json. An object with `messages` is a whole conversation, as OpenAI's API means it; a
+ * text, a message or an array of messages is an addition to the one that is there, whatever made it.
+ * An object with `command` is a command. */
 static int chat_json(chat *c, const buf *line) {
     k3_error err = {{0}};
     const char *why;
     size_t at;
     json_object *root = json_read(buf_text(line), line->n, &at, &why), *messages = NULL;
     if (why) return complain(c, FAIL_USAGE, "this line is no JSON: column %zu: %s", at + 1, why);
-    const char *command = json_string(root, "command"), *effort = c->render.effort;
-    bool thought = c->render.thinks;
-    uint64_t n_before = c->n_reply;
+    const char *command = json_string(root, "command");
     int rc = DONE, status = K3_OK;
+    c->streams = false;
     if (command && json_object_object_length(root) == 1) {
         rc = chat_command_run(c, command);
     } else if (json_equals(json_field(root, "role"), "system")) {
         rc = chat_json_system(c, root);
     } else if ((status = request_messages(root, &messages, &err)) < 0) {
         rc = complain_status(c, status, &err);
+    } else if (is_request(root)) {
+        c->streams = json_object_get_boolean(json_field(root, "stream"));
+        rc = chat_whole(c, messages, root);
     } else {
-        c->streams = is_request(root) && json_object_get_boolean(json_field(root, "stream"));
-        if (is_request(root)) rc = chat_json_request(c, root);
-        if (rc == DONE) rc = chat_turn(c, messages, is_request(root) ? root : NULL);
-        if (c->n_turn == 0) chat_drop_tools(c);
-        if (rc != DONE) chat_render_back(c, n_before, thought, effort);
+        rc = chat_turn(c, messages);
     }
     json_object_put(messages);
     json_object_put(root);
@@ -3018,7 +3376,7 @@ static int chat_text_turn(chat *c, const char *p, size_t n) {
     json_put(m, "role", json_object_new_string("user"));
     json_put(m, "content", json_object_new_string_len(p, (int)n));
     json_object_array_add(messages, m);
-    int rc = chat_turn(c, messages, NULL);
+    int rc = chat_turn(c, messages);
     json_object_put(messages);
     return rc;
 }
@@ -3087,6 +3445,9 @@ static int chat_loop(chat *c) {
 /* The engine with room for snapshots, or, where the budget has none for them, without. */
 static int chat_engine(chat *c) {
     k3_options o = engine_options(c->a, c->dir, &c->con);
+    c->progress = o.progress;
+    o.progress = chat_progress;
+    o.note = chat_note;
     k3_error err = {{0}};
     engine_gpu(c->a, &o);
     o.snapshots = (uint32_t)c->a->undo;
@@ -3134,6 +3495,79 @@ static int chat_apply_given(chat *c) {
     return rc;
 }
 
+/* Defaults that follow from the model alone, never from the machine: the same command says the same
+ * everywhere. A model of this size is read from disk again for each id, and what suits a small one
+ * (all the thinking it wants, no limit) would be hours. */
+#define LARGE_MODEL_BYTES (64ull << 30)
+enum { LARGE_MODEL_TOKENS = 2048 };
+
+static bool is_large_model(const k3_shape *s) {
+    uint64_t n_experts = (uint64_t)(s->n_layers - s->n_dense) * s->n_experts;
+    return s->trunk_bytes + n_experts * s->expert_bytes >= LARGE_MODEL_BYTES;
+}
+
+static void chat_defaults(chat *c) {
+    bool is_large = is_large_model(k3_engine_shape(c->e));
+    c->most = c->a->tokens;
+    if (is_large && !is_given(c->a, "--tokens")) c->most = LARGE_MODEL_TOKENS;
+    if (is_large && !is_given(c->a, "--effort")) c->render.effort = EFFORT[EFFORT_LOW];
+    chat_own_settings(c);
+}
+
+/* Bytes read from disk for one id of a reply, by the plan. Experts are taken to be wanted evenly: hot
+ * ones that stay in memory make it less, checks and far boxes are not counted. */
+static double reply_id_bytes(const k3_shape *s, const k3_plan *p) {
+    double wanted = (double)(s->n_layers - s->n_dense) * s->top_k * (double)s->expert_bytes;
+    double kept = s->n_experts && p->quota < s->n_experts ? (double)p->quota / s->n_experts : 1;
+    return (double)p->streamed_bytes + wanted * (1 - kept);
+}
+
+static const char *fmt_time(char text[32], double seconds) {
+    if (seconds < 120)
+        snprintf(text, 32, seconds < 10 ? "%.1f s" : "%.0f s", seconds);
+    else if (seconds < 7200)
+        snprintf(text, 32, "%.0f min", seconds / 60);
+    else
+        snprintf(text, 32, seconds < 360000 ? "%.1f h" : "%.0f h", seconds / 3600);
+    return text;
+}
+
+/* What a reply may take, said before the first one: a line about the settings and, where weights are
+ * read again and again, one about bytes and time. */
+static void replies_describe(buf *out, const chat *c, const k3_shape *s, const k3_plan *p) {
+    enum { SHORT_REPLY = 200 };
+    char id[32], some[32], all[32], bytes[32];
+    uint64_t most = c->most && c->most < p->context ? c->most : p->context;
+    double n_bytes = reply_id_bytes(s, p);
+    buf_printf(out, "replies: thinking %s, effort %s, ", c->render.thinks ? "on" : "off",
+               effort_name(c));
+    if (c->most)
+        buf_printf(out, "at most %llu ids, thinking included", (unsigned long long)c->most);
+    buf_puts(out, c->most ? "" : "as long as the context holds");
+    buf_puts(out, " (--effort, --no-think, --tokens; /effort, /think, /tokens)");
+    if (n_bytes <= 0) return;
+    buf_printf(out, "\nk3: time: %s read for each id of a reply",
+               fmt_bytes(bytes, (uint64_t)n_bytes));
+    if (p->disk_bytes_per_s <= 0) {
+        buf_puts(out, "; how fast the disk gives them was not measured (--io auto measures)");
+        return;
+    }
+    double seconds = n_bytes / p->disk_bytes_per_s;
+    buf_printf(out,
+               ", about %s: a reply of %d ids %s, the longest of %llu %s; less where experts "
+               "stay in memory, and the prompt comes first (`k3 plan`)",
+               fmt_time(id, seconds), SHORT_REPLY, fmt_time(some, seconds * SHORT_REPLY),
+               (unsigned long long)most, fmt_time(all, seconds * (double)most));
+}
+
+static void chat_say_replies(const chat *c) {
+    buf text = {0};
+    if (c->a->quiet || !(c->is_terminal || c->a->verbose || is_streaming(c->e))) return;
+    replies_describe(&text, c, k3_engine_shape(c->e), k3_engine_plan(c->e));
+    say("%s", buf_text(&text));
+    buf_free(&text);
+}
+
 static int chat_open(chat *c) {
     const cli_args *a = c->a;
     k3_error err = {{0}};
@@ -3151,12 +3585,15 @@ static int chat_open(chat *c) {
         status = k3_cache_open(&c->cache, c->e, a->cache, a->cache_size, &err);
     if (status < 0) return fail_status(status, &err);
     if (a->verbose || (is_streaming(c->e) && !a->quiet)) plan_say(c->e);
+    chat_defaults(c);
     if (a->load) {
         rc = load_from(c, a->load);
         if (rc == DONE) rc = chat_apply_given(c);
+        chat_own_settings(c);
         if (rc == DONE && a->quiet) buf_clear(&c->told);
         say_told(c);
     }
+    if (rc == DONE) chat_say_replies(c);
     return rc;
 }
 
@@ -3170,6 +3607,7 @@ static void chat_close(chat *c) {
     k3_tokenizer_close(c->t);
     chat_forget(c);
     buf_free(&c->told);
+    buf_free(&c->notes);
     free(c->row);
     free(c->scratch);
 }
@@ -3178,6 +3616,7 @@ static void chat_settings(chat *c, const cli_args *a) {
     const char *terminal = getenv("TERM");
     c->a = a;
     c->render = (render_state){.thinks = !a->no_think, .effort = EFFORT[a->effort]};
+    chat_own_settings(c);
     c->sampler = (k3_sampler){a->temperature, a->top_p, (uint32_t)a->top_k, a->seed};
     if (a->system) buf_add_valid(&c->system, a->system, strlen(a->system));
     c->is_terminal = !a->json && isatty(STDIN_FILENO) == 1 &&

@@ -416,11 +416,177 @@ def test_json_lines():
                 {"messages": [user("And of Peru?")], "reasoning_effort": "low"}],
                "--effort", "max", "--tokens", "3")
     check("a request that fails sets nothing", "effort is max" in out[2]["done"], out[2])
-    check("effort in a later request is read with the header", out[3]["n_prompt"] > 90, out[3])
+    equal("effort in a later request is read with the header", out[3]["context_fnv"],
+          talk([{"messages": [user("And of Peru?")], "reasoning_effort": "low"}], "--tokens",
+               "3")[0]["context_fnv"])
     sys1 = talk([{"role": "system", "content": "You are a helpful assistant."},
                  "What is 47 + 38?"], "--effort", "low")
     equal("a system message first", sys1[1]["context_fnv"],
           fnv(GOLDEN[3]["prompt_ids"] + sys1[1]["ids"]))
+
+
+def whole(*messages, **more):
+    return {"messages": list(messages), **more}
+
+
+def same(out):
+    """What a reply is, without what it cost."""
+    return {k: v for k, v in out.items() if k not in ("n_prompt", "n_kept", "n_cached", "prompt_s",
+                                                      "gen_s")}
+
+
+def test_whole():
+    """A line with `messages` is the whole conversation: no line before it changes the reply, and
+    what both begin with is not run again."""
+    short = ("--effort", "max", "--tokens", "40")
+    q, r = user(FRANCE), user("And of Peru?")
+    ask = whole(q)
+    first = talk([ask, ask, ask], *short)
+    equal("the same line: the same reply", [same(o) for o in first], [same(first[0])] * 3)
+    equal("the same line: nothing is run again", [o["n_prompt"] for o in first[1:]], [0, 0])
+    equal("computed and kept are the prompt", [o["n_prompt"] + o["n_kept"] for o in first],
+          [len(render(ask)["ids"])] * 3)
+    answer = assistant(first[0]["reasoning_content"], first[0]["content"])
+    forgot = assistant("", first[0]["content"])  # as clients that drop the reasoning send it
+    more, less = whole(q, answer, r), whole(q, forgot, r)
+    tools, call = whole(*REQUESTS[5]["messages"], tools=[WEATHER]), None
+    lines = {"more": more, "less": less, "tools": tools, "system": whole(
+        {"role": "system", "content": "You are a helpful assistant."}, q), "effort": whole(
+            q, reasoning_effort="low"), "off": whole(q, thinking=False), "choice": whole(
+                q, tools=[WEATHER], tool_choice="none"), "first": ask, "none": whole()}
+    alone = {k: same(talk([v], *short)[0]) for k, v in lines.items()}
+    for name, line in lines.items():
+        if QUICK and name not in ("more", "less", "first"):
+            continue
+        want = fnv(render(line)["ids"] + alone[name]["ids"])
+        if alone[name]["stop_reason"] == "eos":
+            equal(f"{name}: rendered whole", alone[name]["context_fnv"], want)
+        for before in ("first", "tools", "effort", "off", "more"):
+            out = talk([lines[before], line, line], *short)
+            equal(f"{before}, then {name}", [same(o) for o in out[1:]], [alone[name]] * 2)
+    out = talk([ask, more, less, ask], *short)
+    n_reply = len(first[0]["ids"])
+    equal("grown: the reply is kept", out[1]["n_kept"] >= out[0]["n_context"] - 1, True)
+    check("its reasoning left out: the prompt is kept", out[2]["n_kept"] >= out[0]["n_prompt"] or
+          out[2]["n_kept"] == 0, out[2])
+    out = talk([ask, less], *short)
+    equal("without its reasoning the first prompt is kept", out[1]["n_kept"], out[0]["n_prompt"])
+    out = talk([ask, more], *short, "--undo", "0")
+    equal("without snapshots a conversation that grows is not read again",
+          out[1]["n_kept"] >= out[0]["n_context"] - 1, True)
+    check("a reply has ids", n_reply > 20, n_reply)
+
+
+def test_mixed():
+    """Additions go on with what is there, whatever made it; a whole conversation takes its place,
+    and one that fails leaves it as it was."""
+    short = ("--effort", "max", "--tokens", "40")
+    peru, ask = "And of Peru?", whole(user(FRANCE))
+    plain = talk([FRANCE, peru], *short)
+    equal("whole, then an addition", [o["context_fnv"] for o in talk([ask, peru], *short)],
+          [o["context_fnv"] for o in plain])
+    equal("an array is an addition", [o["context_fnv"] for o in talk([[user(FRANCE)], [user(peru)]],
+                                                                    *short)],
+          [o["context_fnv"] for o in plain])
+    for bad in (whole(user(5)), whole(user("x y " * 3000)), whole(user("x"), reasoning_effort="x"),
+                whole(user("x"), tools=5)):
+        out = talk([FRANCE, bad, peru], *short)
+        equal(f"one that fails changes nothing {str(bad)[:50]}",
+              ("error" in out[1], out[2]["context_fnv"], out[2]["n_prompt"]),
+              (True, plain[1]["context_fnv"], plain[1]["n_prompt"]))
+    want = [same(o) for o in talk([ask], *short)]
+    out = talk([FRANCE, peru, ask, command("/undo"), ask, "Hello!", command("/undo anyway"), ask],
+               *short)
+    equal("additions, commands between: the same", [same(out[i]) for i in (2, 4, 7)], want * 3)
+    out = talk([whole(user(FRANCE), thinking=False), "And of Peru?", ask], *short)
+    check("an addition goes on as the request began", "reasoning_content" not in out[1], out[1])
+    equal("and the next request does not", same(out[2]), want[0])
+    out = talk([ask, command("/effort low"), ask, command("/think off"), ask], *short)
+    equal("commands hold for requests that say nothing else",
+          [len(render({**ask, **k})["ids"]) for k in ({"thinking_effort": "low"},
+                                                      {"thinking": False})],
+          [o["n_prompt"] + o["n_kept"] for o in (out[2], out[4])])
+    out = talk([{"role": "system", "content": "x"}, ask, command("/reset"), ask], *short)
+    check("a system message that waits is not lost in silence", "waits" in
+          out[1].get("error", {}).get("message", ""), out[1])
+    equal("/reset drops it", same(out[3]), want[0])
+    result = tool_result("call_1", "sunny, 21 C")
+    tools = whole(*REQUESTS[5]["messages"], tools=[WEATHER])
+    out = talk([tools, result], "--effort", "max")
+    again = whole(*REQUESTS[5]["messages"], assistant(
+        out[0]["reasoning_content"], out[0]["content"], tool_calls=out[0]["tool_calls"]), result,
+        tools=[WEATHER])
+    other = talk([tools, again, whole(user(FRANCE)), again], "--effort", "max")
+    equal("a tool's result, added or sent whole", [o["context_fnv"] for o in (other[1], other[3])],
+          [out[1]["context_fnv"]] * 2)
+    check("and little of it is run again", other[1]["n_kept"] >= out[0]["n_context"] - 1, other[1])
+    if QUICK:
+        return
+    cache = os.path.join(TMP.name, "whole")
+    for undo in ("0", "3"):
+        out = talk([ask, tools, ask, again, ask], *short, "--cache", cache, "--undo", undo)
+        equal(f"with a cache, --undo {undo}", [same(o) for o in out],
+              [same(talk([x], *short)[0]) for x in (ask, tools, ask, again, ask)])
+
+
+def told(deltas):
+    """tool_calls that a client makes of OpenAI's deltas."""
+    made = []
+    for part in (p for d in deltas for p in d.get("tool_calls", [])):
+        if part["index"] == len(made):
+            made.append({k: part[k] for k in ("id", "type", "function")})
+            continue
+        made[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    return made
+
+
+def test_call_deltas():
+    """Tool calls are streamed as they are made, and a reply stopped anywhere takes nothing back."""
+    request = {"messages": REQUESTS[5]["messages"], "tools": [WEATHER], "stream": True}
+    out = talk([request], "--effort", "max")
+    deltas, last = [o["delta"] for o in out if "delta" in o], out[-1]
+    equal("call deltas add up", told(deltas), last["tool_calls"])
+    parts = [p for d in deltas for p in d.get("tool_calls", [])]
+    check("several of them, the name once", len(parts) >= 4 and
+          [p["function"].get("name") for p in parts] == ["get_weather"] + [None] * (len(parts) - 1),
+          parts)
+    for n in range(1, len(last["ids"]) + 1, 9 if QUICK else 1):
+        out = talk([request], "--effort", "max", "--tokens", str(n))
+        deltas, half = [o["delta"] for o in out if "delta" in o], out[-1]
+        rest = half.get("unfinished_call")
+        want = half.get("tool_calls", []) + ([{k: v for k, v in rest.items() if k != "index"}]
+                                             if rest else [])
+        equal(f"stopped after {n}: call deltas add up", told(deltas), want)
+        for key in ("content", "reasoning_content"):
+            equal(f"stopped after {n}: {key}", "".join(d.get(key, "") for d in deltas), half[key])
+
+
+def test_left():
+    """A reader that goes away while a prompt is run ends the work."""
+    r = subprocess.Popen([K3, "chat", "-q", "--kernels", "ref", "--threads", "1"],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    r.stdin.write(b"x y " * 1600 + b"\n/stats\n")
+    r.stdin.flush()
+    r.stdout.close()
+    try:
+        err = r.communicate(timeout=100)[1]
+    except subprocess.TimeoutExpired:
+        r.kill()
+        err = b"still at work"
+    check("nobody reads: given up, and nothing after it", r.returncode == 1 and
+          b"nobody reads it any more" in err and b"positions" not in err, (r.returncode, err))
+
+
+def test_limits():
+    out = talk(["Hello!", command("/tokens 2"), "Hello!", command("/tokens x"), command("/tokens"),
+                command("/tokens 0"), command("/tokens")], "--tokens", "3")
+    equal("/tokens", [o.get("n_gen") for o in out[:3:2]], [3, 2])
+    equal("/tokens: said", [o.get("done") for o in out[3:]], [None] + ["(at most 2 ids of a reply, "
+          "thinking included)"] + ["(a reply is as long as the context holds)"] * 2)
+    r = subprocess.run([K3, "chat", "-v", "--tokens", "7", "--effort", "high"], input=b"",
+                       capture_output=True, timeout=60)
+    check("effort and limit are said at the start", b"effort high, at most 7 ids" in r.stderr and
+          b"--tokens" in r.stderr and b"/effort" in r.stderr, r.stderr)
 
 
 def test_stopped_replies():
@@ -800,6 +966,37 @@ def test_history():
           [n for n in os.listdir(TMP.name) if n.startswith("lines")], ["lines"])
 
 
+def test_completion():
+    """Tab: commands, their words, files; messages are left alone."""
+    home = os.path.join(TMP.name, "k3 dir [a]")
+    os.makedirs(os.path.join(home, "sub"))
+    for name in ("talk one.k3s", "talk two.k3s", "été.k3s", ".hidden"):
+        open(os.path.join(home, name), "w").close()
+    t = Terminal("--history", "")
+    t.wait(PROMPT, "tab: a prompt")
+
+    def line(typed, *want):
+        t.send(typed.encode() + b"\r")
+        got = t.wait(PROMPT, f"tab: a line {typed!r}").decode()
+        for text in want:
+            check(f"tab: {typed!r} gives {text!r}", text in got, got)
+        return got
+
+    line("/sta\t", "context ", "memory ")
+    line("/s\t\t\x15/temp", "/system", "/save", "/stats", "/seed")
+    line("/ef\tl\t", "effort is low")
+    line("/think h\t", "hidden")
+    line(f"/load {home}/ta\to\t", "talk one.k3s: ")
+    line("/load ~/k3\ts\tnone", "sub/none: ")
+    line(f"/load {home}/\xe9\t".replace("\xe9", "é"), "été.k3s: ")
+    got = line(f"/load {home}/\t\t", "talk one.k3s", "talk two.k3s", "sub/")
+    check("tab: hidden files are not listed", ".hidden" not in got, got)
+    line("/nonsense\t", "no command /nonsense")
+    line("/stats \t", "context ")
+    t.send(b"sta\t\x15/quit\r")
+    equal("tab: in a message adds nothing", t.exit_code(), 0)
+
+
 def test_suspend():
     """Ctrl-Z and fg: the terminal is taken again, whatever a shell made of it."""
     t = Terminal("--history", "")
@@ -904,6 +1101,12 @@ def main():
     test_golden_replies()
     test_plain()
     test_json_lines()
+    test_whole()
+    test_mixed()
+    test_call_deltas()
+    test_limits()
+    if not QUICK:
+        test_left()
     test_stopped_replies()
     test_same_everywhere()
     test_foreign_text()
@@ -916,6 +1119,7 @@ def main():
     if has_libedit():
         test_terminal()
         test_history()
+        test_completion()
         test_suspend()
         test_terminal_paste()
         if not QUICK:

@@ -63,7 +63,7 @@ static void test_round_trip(void) {
     CHECK(has_text(&r.think, json_string(message, "reasoning_content")));
     CHECK(has_text(&r.answer, json_string(message, "content")));
     buf got = {0}, want = {0};
-    json_write(&got, r.calls, true);
+    json_write(&got, r.call.finished, true);
     json_write(&want, json_field(message, "tool_calls"), true);
     CHECK_EQ_STR(buf_text(&got), buf_text(&want));
     xtml rest = {0};
@@ -72,6 +72,99 @@ static void test_round_trip(void) {
     buf_free(&got);
     buf_free(&want);
     reply_free(&r);
+    xtml_free(&x);
+    json_object_put(message);
+}
+
+/* One element of delta.tool_calls, added to the calls told so far as a client does it. */
+static bool told_add(json_object *told, json_object *part) {
+    int64_t i = json_object_get_int64(json_field(part, "index"));
+    json_object *piece = json_field(json_field(part, "function"), "arguments");
+    const char *text = json_object_get_string(piece);
+    size_t n = (size_t)json_object_get_string_len(piece), n_told = json_object_array_length(told);
+    buf whole = {0}, valid = {0};
+    bool is_first = json_field(part, "id") != NULL;
+    bool ok = is_first ? (size_t)i == n_told && n == 0 : (size_t)i + 1 == n_told && n > 0;
+    buf_add_valid(&valid, text, n);
+    ok = ok && valid.n == n && memcmp(buf_text(&valid), text, n) == 0;
+    if (ok && is_first) {
+        json_object_object_del(part, "index");
+        json_object_array_add(told, json_object_get(part));
+    } else if (ok) {
+        json_object *function = json_field(json_object_array_get_idx(told, (size_t)i), "function");
+        json_object *before = json_field(function, "arguments");
+        buf_add(&whole, json_object_get_string(before), (size_t)json_object_get_string_len(before));
+        buf_add(&whole, text, n);
+        json_put(function, "arguments", json_text(&whole));
+    }
+    buf_free(&whole);
+    buf_free(&valid);
+    json_object_put(part);
+    return ok;
+}
+
+/* Ids read, asked for deltas behind each one that `asks` names (NULL: each), the message closed: what
+ * was told is the final object. *n_parts: pieces that came. */
+static bool tells_all(const uint32_t *id, size_t n, bool thinks, const bool *asks,
+                      size_t *n_parts) {
+    json_object *told = json_object_new_array(), *want = json_object_new_array(), *part;
+    xtml added = {0};
+    reply r;
+    bool ok = true;
+    *n_parts = 0;
+    reply_init(&r, &marks, t, thinks, 4);
+    for (size_t i = 0; i < n; i++) {
+        reply_push(&r, id[i]);
+        while ((!asks || asks[i]) && ok && (part = calls_delta(&r.call)) != NULL) {
+            ok = told_add(told, part);
+            ++*n_parts;
+        }
+    }
+    reply_flush(&r);
+    reply_close(&r, &added);
+    while (ok && (part = calls_delta(&r.call)) != NULL) ok = told_add(told, part);
+    for (size_t i = 0; i < r.call.n_finished; i++)
+        json_object_array_add(want, json_object_get(json_object_array_get_idx(r.call.finished, i)));
+    json_object *rest = calls_unfinished(&r.call);
+    if (rest) {
+        json_object_object_del(rest, "index");
+        json_object_array_add(want, rest);
+    }
+    buf a = {0}, b = {0};
+    json_write(&a, told, true);
+    json_write(&b, want, true);
+    ok = ok && strcmp(buf_text(&a), buf_text(&b)) == 0 && !reply_is_short(&r);
+    if (!ok) printf("    told %s\n    want %s\n", buf_text(&a), buf_text(&b));
+    buf_free(&a);
+    buf_free(&b);
+    json_object_put(told);
+    json_object_put(want);
+    xtml_free(&added);
+    reply_free(&r);
+    return ok;
+}
+
+/* Deltas of tool calls, whatever is cut and whenever they are asked for. */
+static void test_deltas(void) {
+    json_object *message = parse(CALLS);
+    size_t first = 0, n_bad = 0, n_parts = 0, n_most = 0;
+    xtml x = reply_ids(message, true, &first);
+    const uint32_t *id = x.id + first;
+    size_t n = x.n_id - first;
+    bool *asks = calloc(n + 1, sizeof *asks);
+    for (size_t cut = 0; cut <= n; cut++) {
+        n_bad += !tells_all(id, cut, true, NULL, &n_parts);
+        n_most = n_parts > n_most ? n_parts : n_most;
+    }
+    CHECK_EQ_INT(n_bad, 0);
+    CHECK(n_most > 20);                         /* and not one for each call */
+    for (size_t at = 0; asks && at < n; at++) { /* two pieces, cut at every id */
+        asks[at] = true;
+        n_bad += !tells_all(id, n, true, asks, &n_parts);
+        asks[at] = false;
+    }
+    CHECK_EQ_INT(n_bad, 0);
+    free(asks);
     xtml_free(&x);
     json_object_put(message);
 }
@@ -93,7 +186,7 @@ static bool closes(const uint32_t *id, size_t n, bool thinks, xtml *added, size_
     ok = ok && again.is_over && (was_over || (again.tag == NO_TAG && again.depth == 0));
     ok = ok && strcmp(buf_text(&r.think), buf_text(&again.think)) == 0;
     ok = ok && (added->n_id == 0) == was_over;
-    *n_calls = again.calls ? json_object_array_length(again.calls) : 0;
+    *n_calls = (size_t)again.call.n_finished;
     *has_response = again.has_response;
     reply_free(&r);
     reply_free(&again);
@@ -147,18 +240,22 @@ static void test_noise(void) {
     size_t first = 0, n_bad = 0, n_calls = 0;
     xtml x = reply_ids(message, true, &first);
     uint32_t id[256];
+    bool asks[256];
+    size_t n_parts = 0;
     uint64_t seed = 3;
     for (int round = 0; round < 3000; round++) {
         size_t n = test_random(&seed) % 256;
         for (size_t i = 0; i < n; i++) {
             uint64_t pick = test_random(&seed);
+            asks[i] = pick % 5 == 0;
             const uint32_t mark[] = {marks.open, marks.close, marks.sep};
             id[i] = pick % 3 == 0   ? mark[(pick >> 8) % 3]
                     : pick % 7 == 0 ? (uint32_t)((pick >> 8) % k3_tokenizer_size(t))
                                     : x.id[(pick >> 8) % x.n_id];
         }
         xtml added = {0};
-        if (!closes(id, n, round % 2, &added, &n_calls, &has)) {
+        bool ok = closes(id, n, round % 2, &added, &n_calls, &has);
+        if (!ok || !tells_all(id, n, round % 2, round % 4 < 2 ? asks : NULL, &n_parts)) {
             if (n_bad++ == 0) printf("    round %d, %zu ids\n", round, n);
         }
         xtml_free(&added);
@@ -196,11 +293,117 @@ static void test_odd_arguments(void) {
         CHECK_EQ_INT(xtml_encode(&x, t, &err), K3_OK);
         reply_init(&r, &marks, t, true, 0);
         for (size_t j = 0; j < x.n_id; j++) reply_push(&r, x.id[j]);
-        json_object *call = json_field(json_object_array_get_idx(r.calls, 0), "function");
+        json_object *call = json_field(json_object_array_get_idx(r.call.finished, 0), "function");
         CHECK_EQ_STR(json_string(call, "arguments"), odd[i].want);
         reply_free(&r);
         xtml_free(&x);
     }
+}
+
+/* One letter an element: c call, a argument of type string, j json, x another; upper case closes it.
+ * Digits are text. */
+static const struct {
+    const char *said, *want; /* names and arguments of the calls that come of it */
+} ODD_CALL[] = {
+    {"ca1AC", "f{\"k\": \"1\"};"},
+    {"ca1x2X3AC", "f{\"k\": \"13\"};"}, /* text of an element inside is not the argument's */
+    {"ca1Aj2JC", "f{\"k\": \"1\"};"},   /* keys came first */
+    {"cj1Ja2AC", "f1;"},                /* one text came first */
+    {"cj1Jj2JC", "f1;"},                /* ... and is not replaced */
+    {"cca1ACC", "f{};"},                /* a call in a call is none */
+    {"ca1Aca2ACC", "f{\"k\": \"1\"};"}, /* ... and changes nothing of the one around it */
+    {"ca1C", "f{\"k\": \"1\"};"},       /* the call's end ends its argument */
+    {"ca1ACca2AC", "f{\"k\": \"1\"};f{\"k\": \"2\"};"},
+    {"xxxxxxca1AC", "f{};"}, /* deeper than is followed: no argument */
+    {"xxxxxxxca1AC", ""},    /* deeper still: no call */
+    {"a1AcC", "f{};"},       /* an argument of no call */
+};
+
+static void odd_element(xtml *x, char letter) {
+    const char lower = (char)(letter | 32);
+    const char *tag = lower == 'c'   ? "call"
+                      : lower == 'a' ? "argument"
+                      : lower == 'j' ? "json"
+                                     : "x";
+    if (letter < 'a') {
+        xtml_close(x, tag);
+        return;
+    }
+    xtml_begin(x, tag);
+    if (letter == 'c') xtml_attribute_text(x, "tool", "f");
+    if (letter == 'a') xtml_attribute_text(x, "key", "k");
+    if (letter == 'a') xtml_attribute_text(x, "type", "string");
+    xtml_sep(x);
+}
+
+static void test_odd_calls(void) {
+    for (size_t i = 0; i < COUNT(ODD_CALL); i++) {
+        xtml x = {0};
+        buf got = {0};
+        reply r;
+        size_t n_parts;
+        xtml_close(&x, "think");
+        for (const char *p = ODD_CALL[i].said; *p; p++)
+            if (*p <= '9')
+                xtml_text(&x, p, 1);
+            else
+                odd_element(&x, *p);
+        CHECK_EQ_INT(xtml_encode(&x, t, &err), K3_OK);
+        reply_init(&r, &marks, t, true, 0);
+        for (size_t j = 0; j < x.n_id; j++) reply_push(&r, x.id[j]);
+        for (size_t j = 0; j < r.call.n_finished; j++) {
+            json_object *call =
+                json_field(json_object_array_get_idx(r.call.finished, j), "function");
+            buf_puts(&got, json_string(call, "name"));
+            buf_puts(&got, json_string(call, "arguments"));
+            buf_puts(&got, ";");
+        }
+        if (!CHECK_EQ_STR(buf_text(&got), ODD_CALL[i].want))
+            printf("    of %s\n", ODD_CALL[i].said);
+        CHECK(tells_all(x.id, x.n_id, true, NULL, &n_parts));
+        buf_free(&got);
+        reply_free(&r);
+        xtml_free(&x);
+    }
+}
+
+/* Attributes whose values look like attributes, and text that ends inside a character. */
+static void test_odd_attributes(void) {
+    static const struct {
+        const char *tag, *key, *want;
+    } odd[] = {{"argument key=\"x type=\" type=\"string\"", "type", "string"},
+               {"argument key=\"x type=\" type=\"string\"", "key", "x type="},
+               {"call tool=\"a &quot;b&quot; &amp;amp; c\" index=\"1\"", "tool", "a \"b\" &amp; c"},
+               {"call tool=\"a", "tool", "a"},
+               {"call tool", "tool", ""},
+               {"call  tool=\"a\"", "tool", ""},
+               {"call", "tool", ""}};
+    for (size_t i = 0; i < COUNT(odd); i++) {
+        buf tag = {0}, value = {0};
+        buf_puts(&tag, odd[i].tag);
+        tag_attribute(&tag, odd[i].key, &value);
+        CHECK_EQ_STR(buf_text(&value), odd[i].want);
+        buf_free(&tag);
+        buf_free(&value);
+    }
+    static const char emoji[] = "\xf0\x9f\x98\x80";
+    xtml x = {0};
+    reply r;
+    xtml_text(&x, emoji, 2); /* in think, then on in response: two halves, no character */
+    xtml_close(&x, "think");
+    xtml_open(&x, "response");
+    xtml_text(&x, emoji + 2, 2);
+    xtml_text(&x, emoji, 2); /* then in response, and on behind it */
+    xtml_close(&x, "response");
+    xtml_text(&x, emoji + 2, 2);
+    xtml_text(&x, "!", 1);
+    CHECK_EQ_INT(xtml_encode(&x, t, &err), K3_OK);
+    reply_init(&r, &marks, t, true, 0);
+    for (size_t j = 0; j < x.n_id; j++) reply_push(&r, x.id[j]);
+    CHECK(has_text(&r.think, "\xef\xbf\xbd"));
+    CHECK(!strstr(buf_text(&r.answer), emoji) && strstr(buf_text(&r.answer), "!"));
+    reply_free(&r);
+    xtml_free(&x);
 }
 
 /* What a file says of a conversation of 4 ids, 2 of them run: taken, or refused by the key. */
@@ -298,15 +501,82 @@ static void test_notes(void) {
     k3_engine_close(e);
 }
 
+/* Defaults follow from the model, and the time of a reply from the plan. Shape and plan are those of
+ * the released model on a machine that keeps none of the trunk. */
+static void test_reply_times(void) {
+    static const k3_shape large = {.n_layers = 93,
+                                   .n_dense = 1,
+                                   .n_experts = 896,
+                                   .top_k = 16,
+                                   .expert_bytes = 17547264,
+                                   .trunk_bytes = 113509540864};
+    static const k3_shape small = {.n_layers = 13,
+                                   .n_dense = 1,
+                                   .n_experts = 32,
+                                   .top_k = 4,
+                                   .expert_bytes = 1 << 14,
+                                   .trunk_bytes = 1 << 22};
+    k3_plan p = {.context = 4096, .streamed_bytes = 111200000000, .disk_bytes_per_s = 7e9};
+    chat c;
+    buf text = {0};
+    memset(&c, 0, sizeof c);
+    CHECK(is_large_model(&large) && !is_large_model(&small));
+    CHECK_EQ_INT((int64_t)(reply_id_bytes(&large, &p) / 1e8), 1370); /* 137.0 GB */
+    c.render.thinks = true;
+    c.render.effort = "low";
+    c.most = LARGE_MODEL_TOKENS;
+    replies_describe(&text, &c, &large, &p);
+    CHECK(strstr(buf_text(&text), "effort low, at most 2048 ids"));
+    CHECK(strstr(buf_text(&text),
+                 "about 20 s: a reply of 200 ids 65 min, the longest of 2048 11.1 h"));
+    buf_clear(&text);
+    p.disk_bytes_per_s = 0;
+    replies_describe(&text, &c, &large, &p);
+    CHECK(strstr(buf_text(&text), "not measured") && !strstr(buf_text(&text), "about"));
+    buf_clear(&text);
+    p.streamed_bytes = 0;
+    p.quota = 896; /* all in memory: nothing is read, and nothing said of time */
+    c.most = 0;
+    replies_describe(&text, &c, &large, &p);
+    CHECK(strstr(buf_text(&text), "as long as the context holds") &&
+          !strstr(buf_text(&text), "time"));
+    buf_free(&text);
+}
+
+/* A note of the engine's waits for the end of the line of text that is being shown. */
+static void test_note_waits(void) {
+    chat c;
+    memset(&c, 0, sizeof c);
+    c.con.hides_compute = true;
+    for (int i = 0; i < 2000; i++) chat_note(&c.con, "a box went away");
+    CHECK(strncmp(buf_text(&c.notes), "note: a box went away\nk3: note: a box", 37) == 0);
+    CHECK(c.notes.n <= MOST_NOTES + 32 && c.n_left > 0);
+    buf_clear(&c.notes);
+    c.n_left = 0;
+    chat_note(&c.con, "said behind the text: this line is meant to be here");
+    say_notes(&c);
+    CHECK(c.notes.n == 0);
+    c.con.hides_compute = false;
+    c.con.is_quiet = true;
+    chat_note(&c.con, "not kept");
+    CHECK(c.notes.n == 0);
+    buf_free(&c.notes);
+}
+
 int main(void) {
     test_begin("xtml");
     if (!CHECK_EQ_INT(k3_tokenizer_open(&t, "demo", &err), K3_OK)) return test_finish();
     CHECK_EQ_INT(marks_find(&marks, t, &err), K3_OK);
     test_round_trip();
     test_cuts();
+    test_deltas();
     test_noise();
+    test_odd_calls();
+    test_odd_attributes();
     test_odd_arguments();
     test_notes();
+    test_reply_times();
+    test_note_waits();
     k3_tokenizer_close(t);
     return test_finish();
 }
