@@ -22,7 +22,7 @@ static long n_mallocs; /* allocations by the engine itself */
 #include "test.h"
 
 static const char *demo_dir, *scripts_dir, *data_dir;
-static bool is_quick;
+static bool is_quick, is_short; /* --short: two checkpoints beside the reference instead of seven */
 
 #define MAX_IDS 1024
 
@@ -361,7 +361,7 @@ static void test_second_block(const char *tmp) {
     }
     test_same_bits(demo_dir, ids, is_quick ? 260 : 300, 4, "two MLA blocks");
     snprintf(trace, sizeof trace, "%s/long.bin", tmp);
-    if (is_quick ||
+    if (is_quick || is_short ||
         !CHECK(run_reference("run '%s' --ids %s --tokens 2 --out '%s'", demo_dir, list, trace)))
         return;
     trace_file t = {.f = NULL};
@@ -386,7 +386,7 @@ static void test_reference(void) {
     }
     if (!CHECK(mkdtemp(tmp) != NULL)) return;
     test_second_block(tmp);
-    for (size_t i = 0; !is_quick && i < sizeof preset / sizeof *preset; i++)
+    for (size_t i = 0; !is_quick && i < (is_short ? 2 : sizeof preset / sizeof *preset); i++)
         test_preset(tmp, preset[i]);
     snprintf(command, sizeof command, "rm -rf '%s'", tmp);
     CHECK(system(command) == 0);
@@ -882,11 +882,12 @@ static void test_sampler_plain(void) {
 int main(int argc, char **argv) {
     test_begin("engine");
     if (argc < 4)
-        return fprintf(stderr, "usage: test_engine DEMO_DIR SCRIPTS_DIR DATA_DIR [--quick]\n"), 2;
+        return fprintf(stderr, "usage: test_engine DEMO_DIR SCRIPTS_DIR DATA_DIR [--quick | --short]\n"), 2;
     demo_dir = argv[1];
     scripts_dir = argv[2];
     data_dir = argv[3];
     is_quick = argc > 4 && strcmp(argv[4], "--quick") == 0;
+    is_short = argc > 4 && strcmp(argv[4], "--short") == 0;
     test_oracle();
     test_router();
     test_sampler();
