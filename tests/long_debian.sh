@@ -35,7 +35,7 @@ mirror=$(apt-get indextargets --format '$(SITE)|$(COMPONENT)|$(ORIGIN)|$(CODENAM
     awk -F'|' '$2 == "main" && $3 == "Debian" && $4 !~ /-/ { print $1; exit }')
 [ -n "${DEBIAN_BASE:-}${mirror}" ] || none "this machine's apt has no Debian mirror"
 T=$(mktemp -d "${TMPDIR:-/var/tmp}/k3-debian-XXXXXX") || exit 1
-trap 'umount -R "$T"/*/{proc,sys,dev/pts,dev/shm} 2>/dev/null; rm -rf --one-file-system "$T"' EXIT
+trap 'for R in "$T"/*/; do umount -lR "${R%/}"; done 2>/dev/null; rm -rf --one-file-system "$T"' EXIT
 
 pass() { n_passed=$((n_passed + 1)); echo "debian: $*"; }
 fail() { # NAME REASON FILE
@@ -52,6 +52,7 @@ root_make() {
     else
         timeout 1200 debootstrap --variant=minbase "$1" "$R" "$mirror" >"$T/$1.log" 2>&1 || return 1
     fi
+    mount --bind "$R" "$R" || return 1 # ip netns wants / to be a mount
     # this machine's way to the network
     apt-config dump | grep -E '^Acquire::https?::' >"$R/etc/apt/apt.conf.d/90host"
     cp -L /etc/resolv.conf "$R/etc/resolv.conf" 2>/dev/null
@@ -155,7 +156,7 @@ for release in $releases; do
     bare "$release"
     case $steps in *3*) locked "$release" ;; esac
     case $steps in *2*) terminal "$release" ;; esac
-    umount -R "$R/proc" "$R/sys" "$R/dev/pts" "$R/dev/shm"
+    umount -lR "$R"
     rm -rf --one-file-system "$R"
 done
 echo "debian: $n_passed passed, $n_failed failed, $n_skipped skipped"

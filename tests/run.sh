@@ -23,7 +23,7 @@ compute() {
     run "$BUILD/test_kernels" $quick
     run "$BUILD/test_text"
     run "$BUILD/test_model"
-    run "$BUILD/test_engine" demo scripts tests/data $quick
+    run "$BUILD/test_engine" demo scripts tests/data ${quick:---short}
     run "$BUILD/test_stream" demo $quick
     run "$BUILD/test_state" demo tests/data $quick
     run "$BUILD/test_tier" demo
@@ -31,13 +31,12 @@ compute() {
     run "$BUILD/test_vram" demo
     run "$BUILD/test_dial"
     for target in text config header index state tier slice; do replay $target; done
-    [ -n "$quick" ] || run tests/test_builds.sh
-    [ -z "$quick" ] || [ -n "$only_bits" ] || run tests/test_cli.sh # so that both lanes are as long
+    [ -n "$only_bits" ] || run tests/test_cli.sh # so that both lanes are as long
 }
 
-# shellcheck disable=SC2046,SC2086
+# shellcheck disable=SC2086
 programs() {
-    [ -n "$quick" ] || run tests/test_cli.sh
+    run tests/test_guard.sh
     run "$BUILD/test_xtml"
     if command -v python3 >/dev/null; then
         run python3 tests/test_chat.py $quick
@@ -45,12 +44,13 @@ programs() {
         echo "chat: SKIP python3 is not installed (scripts/deps.sh test)"
         skipped=$((skipped + 1))
     fi
+    [ -n "$quick" ] || run tests/test_docs.py
     run tests/test_cache.sh $quick
     run tests/test_tier.sh demo
     run tests/test_slice.sh demo
     run tests/test_tier_gpu.sh demo
     run tests/test_tier_tls.sh demo
-    run tests/test_matrix.sh demo $([ -n "$quick" ] && echo 30 || echo 150) --tokens 12 "Once upon a time there was a duck"
+    run tests/test_matrix.sh demo 30 --tokens 12 "Once upon a time there was a duck"
     if [ -z "$quick" ]; then
         run tests/test_tier_net.sh demo
         run tests/test_example.sh
