@@ -50,26 +50,32 @@ GPU_OBJECTS = $(BUILD)/gpu_tier.o $(BUILD)/gpu_bench.o
 
 ALL_CFLAGS = -I. $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_OMP) $(K3_SAN) $(K3_SETS:%=-DK3_HAVE_%) -MMD -MP
 ALL_CFLAGS += $(if $(K3_CURL),-DK3_CURL)
-DEMO_DIRS  = -DK3_DEMO_DIR='"$(abspath demo)"' -DK3_SHARE_DIR='"$(PREFIX)/share/k3/demo"'
+# Where a program that is not installed finds the bundled model, where an installed one does, and which
+# commit it is (COMMIT= for a source tree that is no git checkout).
+COMMIT     ?= $(shell test -e .git && git describe --always --dirty --abbrev=12 --exclude '*' 2>/dev/null)
+PLACE_DIRS := -DK3_SOURCE_DIR='"$(CURDIR)"' -DK3_BUILD_DIR='"$(abspath $(BUILD))"' \
+              -DK3_SHARE_DIR='"$(PREFIX)/share/k3"' $(if $(COMMIT),-DK3_COMMIT='"$(COMMIT)"')
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 COMMANDS = $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(BUILD)/k3_gpu.o
+COMMANDS += $(addprefix $(BUILD)/cli/,screen.o place.o forecast.o manual.o)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
           $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/tier_chaos \
           $(BUILD)/k3-tier-fake
+TESTS  += $(BUILD)/test_screen $(BUILD)/test_forecast $(BUILD)/libk3.a
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
           $(BUILD)/replay_state $(BUILD)/replay_tier $(BUILD)/replay_slice
 
 .PHONY: all gpu demo test test-long test-gpu test-model test-big asan tsan neon fuzz bench golden install \
-        clean help always
+        uninstall clean help always
 all: $(BUILD)/k3 $(BUILD)/k3-tier
 
 # Without a compiler only these make sense; `make demo` installs one.
 ifeq ($(K3_TARGET),)
-ifneq ($(filter-out demo help clean,$(or $(MAKECMDGOALS),all)),)
+ifneq ($(filter-out demo help clean uninstall,$(or $(MAKECMDGOALS),all)),)
 $(error there is no C compiler "$(CC)" here; `make demo` or `scripts/deps.sh build` installs one on Debian and Ubuntu)
 endif
 endif
@@ -88,7 +94,7 @@ help:
 	@echo "make neon        cross-build for AArch64 and test under qemu-user"
 	@echo "make fuzz        a minute on each fuzz target (clang)"
 	@echo "make bench       tokens per second on the bundled model, then the kernels"
-	@echo "make install     to PREFIX ($(PREFIX))"
+	@echo "make install     to PREFIX ($(PREFIX)), DESTDIR before it; make uninstall takes it away again"
 	@echo "make clean       remove $(BUILD) and the other builds"
 	@echo "Variables, the same for each of them: CC CFLAGS LDFLAGS BUILD PREFIX V=1; CURL=0: no TLS and no proxies to far boxes"
 
@@ -131,9 +137,9 @@ $(BUILD)/kernels_%.o: kernels_%.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(K3_FLAGS_$*) -c -o $@ $<
 
-$(BUILD)/k3_cli.o: k3_cli.c | $(BUILD)
+$(BUILD)/cli/place.o: cli/place.c | $(BUILD)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) $(DEMO_DIRS) -c -o $@ $<
+	$(Q)$(CC) $(ALL_CFLAGS) $(PLACE_DIRS) -c -o $@ $<
 
 $(BUILD)/k3_chat.o: k3_chat.c | $(BUILD)
 	$(call say,CC   $<)
@@ -186,11 +192,19 @@ $(BUILD)/test_state: tests/test_state.c $(BUILD)/k3_state.o $(PARTS)
 # The program without its main.
 $(BUILD)/k3_cli_test.o: k3_cli.c | $(BUILD)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) $(DEMO_DIRS) -Dmain=k3_main -Wno-missing-prototypes -c -o $@ $<
+	$(Q)$(CC) $(ALL_CFLAGS) -Dmain=k3_main -Wno-missing-prototypes -c -o $@ $<
 
 $(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(filter-out %/k3_chat.o,$(COMMANDS)) $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
+
+$(BUILD)/test_screen: tests/test_screen.c $(BUILD)/cli/screen.o
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $< $(BUILD)/cli/screen.o
+
+$(BUILD)/test_forecast: tests/test_forecast.c $(BUILD)/k3_cli_test.o $(COMMANDS) $(ENGINE)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
 $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)
@@ -265,10 +279,21 @@ bench: all
 golden: $(BUILD)/test_engine
 	$(BUILD)/test_engine demo scripts tests/data
 
-install: all
-	install -d "$(DESTDIR)$(PREFIX)/bin" "$(DESTDIR)$(PREFIX)/share/k3/demo"
-	install -m 755 $(BUILD)/k3 $(BUILD)/k3-tier "$(DESTDIR)$(PREFIX)/bin/"
-	install -m 644 demo/* "$(DESTDIR)$(PREFIX)/share/k3/demo/"
+# The engine as a library: what k3.h declares, and what that needs (k3.pc names the rest).
+$(BUILD)/libk3.a: $(ENGINE)
+	$(call say,AR   $@)
+	$(Q)rm -f $@
+	$(Q)$(AR) rcs $@ $^
+
+# Programs, man pages and completion (made from the option table), header, library, k3.pc, licence, the
+# bundled model and the released config. uninstall removes exactly what install wrote.
+INSTALL = BUILD="$(BUILD)" PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" LIBS="$(K3_OMP) $(K3_LIBS)" scripts/install.sh
+install: all $(BUILD)/libk3.a
+	$(Q)$(INSTALL) install
+	@echo "installed in $(DESTDIR)$(PREFIX); k3 help"
+
+uninstall:
+	$(Q)$(INSTALL) uninstall
 
 clean:
 	rm -rf $(BUILD) $(BUILD)-asan $(BUILD)-tsan $(BUILD)-neon $(BUILD)-fuzz $(BUILD)-builds $(BUILD)-clang
@@ -277,16 +302,18 @@ clean:
 # which, and is written when that changes.
 SAID_flags = $(CC) $(ALL_CFLAGS)
 SAID_links = $(LDFLAGS) $(K3_LIBS) edit $(K3_EDIT) gpu $(K3_GPU)
-SAID_own   = $(DEMO_DIRS) edit $(K3_EDIT)
+SAID_own   = edit $(K3_EDIT)
+SAID_place = $(PLACE_DIRS)
 SAID_nvcc  = $(NVCC) $(NVCC_BITS) $(GPU_ARCHS)
 SAID       = '$(subst ','\'',$(SAID_$(@F)))'
 $(KERNELS) $(ENGINE) $(COMMANDS) $(TESTS) $(REPLAYS) $(addprefix $(BUILD)/,k3_cli.o k3_cli_test.o \
   tier_tls.o tier_server.o tier_server_gpu.o gpu_bench.o test_gpu): $(BUILD)/flags
 $(BUILD)/k3 $(BUILD)/k3-tier $(TESTS) $(REPLAYS): $(BUILD)/links
-$(addprefix $(BUILD)/,k3_cli.o k3_cli_test.o k3_chat.o): $(BUILD)/own
+$(BUILD)/k3_chat.o: $(BUILD)/own
+$(BUILD)/cli/place.o: $(BUILD)/place
 $(BUILD)/gpu_tier.o: $(BUILD)/nvcc
 
-$(addprefix $(BUILD)/,flags links own nvcc): always | $(BUILD)
+$(addprefix $(BUILD)/,flags links own place nvcc): always | $(BUILD)
 	$(Q)echo $(SAID) | cmp -s - $@ || echo $(SAID) >$@
 
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)

@@ -527,6 +527,33 @@ static int config_consistent(const config *c, const k3_shape *sh) {
 
 static void shape_sizes(k3_shape *sh);
 
+/* What a config calls its model, for a message: printable, at most 48 bytes; "" when it does not say. */
+static void config_label(json_object *v, char out[49]) {
+    if (json_object_is_type(v, json_type_array)) v = json_object_array_get_idx(v, 0);
+    const char *text = json_object_is_type(v, json_type_string) ? json_object_get_string(v) : "";
+    size_t n = strnlen(text, 48);
+    for (size_t i = 0; i < n; i++) out[i] = text[i] > ' ' && text[i] < 0x7f ? text[i] : '?';
+    out[n] = 0;
+}
+
+/* A config that was refused and says that it describes another model: that comes first, then why it was
+ * refused. One that says nothing, or kimi_k3, keeps its message. */
+static int config_stranger(json_object *top, int rc, k3_error *err) {
+    json_object *v = NULL;
+    char type[49] = "", name[49] = "", why[sizeof err->text] = "";
+    if (json_object_object_get_ex(top, "model_type", &v)) config_label(v, type);
+    if (json_object_object_get_ex(top, "architectures", &v)) config_label(v, name);
+    bool is_ours = type[0] ? strcmp(type, "kimi_k3") == 0
+                           : !name[0] || strncmp(name, "KimiK3", strlen("KimiK3")) == 0;
+    if (is_ours || !err) return rc;
+    snprintf(why, sizeof why, "%s", err->text);
+    return fail(err, rc,
+                "config.json: this model is %s%s%s%s; k3 runs Kimi K3 (model_type kimi_k3) and no "
+                "other architecture; name another directory with --model (%.300s)",
+                name[0] ? name : "of another type", type[0] ? " (model_type " : "", type,
+                type[0] ? ")" : "", why);
+}
+
 /* Fill the shape from parsed JSON (borrowed). */
 static int shape_from_json(k3_shape *sh, json_object *top, float eps_lora, k3_error *err) {
     config c = {top, top, "", err};
@@ -544,7 +571,7 @@ static int shape_from_json(k3_shape *sh, json_object *top, float eps_lora, k3_er
     if ((rc = config_fixed(&c)) < 0 || (rc = config_numbers(&c, sh)) < 0 ||
         (rc = config_consistent(&c, sh)) < 0 || (rc = config_layers(&c, sh)) < 0 ||
         (rc = config_quantization(&c)) < 0)
-        return rc;
+        return rc == K3_EMODEL ? config_stranger(top, rc, err) : rc;
     sh->shared_inter = sh->n_shared * sh->expert_inter;
     sh->eps_lora = eps_lora;
     shape_sizes(sh);
@@ -636,7 +663,10 @@ static int shape_read(k3_shape *sh, const char *dir, float eps_lora, k3_error *e
     if (stat(dir, &st) != 0 || !S_ISDIR(st.st_mode))
         return fail(err, K3_EMODEL, "%s: no such model directory; name one with --model", dir);
     if (stat(path, &st) != 0)
-        return fail(err, K3_EMODEL, "%s: no config.json; is this a Kimi K3 model directory?", dir);
+        return fail(err, K3_EMODEL,
+                    "%s: no config.json; a model directory holds config.json, tiktoken.model, "
+                    "tokenizer_config.json and model-*.safetensors, as downloaded",
+                    dir);
     size_t n = 0;
     char *text = NULL;
     int rc = read_whole(path, CONFIG_MAX_BYTES, &text, &n, err);
@@ -1635,14 +1665,49 @@ static int shards_from_dir(model *m, k3_error *err) {
     return i < 0 ? i : 0;
 }
 
-static int shard_open(model *m, shard *s, k3_error *err) {
+/* Names for one message: the first is told apart, a few follow it, the rest are counted. */
+#define NAMED_MOST 6
+
+typedef struct {
+    uint32_t n;
+    const char *first;
+    char others[256];
+} shard_names;
+
+static void shard_names_add(shard_names *w, const char *name) {
+    size_t n = strlen(w->others);
+    if (w->n++ == 0)
+        w->first = name;
+    else if (w->n <= NAMED_MOST && n + strlen(name) + 3 < sizeof w->others)
+        snprintf(w->others + n, sizeof w->others - n, "%s%s", n ? ", " : "", name);
+    else if (w->n == NAMED_MOST + 1 && n + 6 < sizeof w->others)
+        snprintf(w->others + n, sizeof w->others - n, "%s...", n ? ", " : "");
+}
+
+/* Only opens; what is not there goes to `absent`. */
+static int shard_open(model *m, shard *s, shard_names *absent, k3_error *err) {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", m->dir, s->name);
     s->fd[0] = file_open(path, &s->size, err);
-    if (s->fd[0] < 0 && errno == ENOENT)
-        return fail(err, K3_EMODEL, "%s: %s %s; download it", s->name,
-                    m->has_index ? "named by the index but not in" : "a dangling link in", m->dir);
-    return s->fd[0] < 0 ? s->fd[0] : 0;
+    if (s->fd[0] >= 0) return 0;
+    if (errno != ENOENT) return s->fd[0];
+    shard_names_add(absent, s->name);
+    return 0;
+}
+
+/* An incomplete download: all that is absent is named at once. */
+static int shards_absent(const model *m, const shard_names *w, k3_error *err) {
+    const char *why = m->has_index ? "named by the index but not in" : "a dangling link in";
+    uint32_t n_needed = 0;
+    if (w->n == 0) return 0;
+    if (w->n == 1) return fail(err, K3_EMODEL, "%s: %s %s; download it", w->first, why, m->dir);
+    for (uint32_t i = 0; i < m->n_shards; i++) n_needed += m->shards[i].is_needed;
+    char more[32] = "is one more";
+    if (w->n > 2) snprintf(more, sizeof more, "are %u others", w->n - 1);
+    return fail(err, K3_EMODEL,
+                "%s: %s %.120s, nor %s (%s): %u of %u shards are there; the same download command "
+                "goes on where it stopped",
+                w->first, why, m->dir, more, w->others, n_needed - w->n, n_needed);
 }
 
 static int name_order(const void *a, const void *b) {
@@ -1665,9 +1730,28 @@ static int model_shards(model *m, k3_error *err) {
     if (f) fclose(f);
     if (rc < 0) return rc;
     if (m->n_shards > 0) qsort(m->shards, m->n_shards, sizeof *m->shards, name_order);
+    shard_names absent = {.n = 0};
     for (uint32_t i = 0; i < m->n_shards; i++)
-        if (m->shards[i].is_needed && (rc = shard_open(m, &m->shards[i], err)) < 0) return rc;
-    return 0;
+        if (m->shards[i].is_needed && (rc = shard_open(m, &m->shards[i], &absent, err)) < 0)
+            return rc;
+    return shards_absent(m, &absent, err);
+}
+
+/* One shard is refused, and it is a download that stopped: look at the headers behind it too, so that one
+ * message names them all. The first one's own words stay. */
+static int shards_damaged(model *m, const k3_shape *sh, uint32_t i_first, int rc, k3_error *err) {
+    shard_names w = {.n = 0};
+    k3_error other;
+    char why[sizeof other.text];
+    if (rc != K3_EMODEL || !err) return rc;
+    snprintf(why, sizeof why, "%s", err->text);
+    for (uint32_t i = i_first; i < m->n_shards; i++)
+        if (m->shards[i].is_needed &&
+            (i == i_first || header_read(m, sh, (uint16_t)i, &other) == K3_EMODEL))
+            shard_names_add(&w, m->shards[i].name);
+    if (w.n == 1) return fail(err, rc, "%s", why);
+    if (w.n == 2) return fail(err, rc, "%.220s; one more shard is refused too: %s", why, w.others);
+    return fail(err, rc, "%.220s; %u more shards are refused too: %s", why, w.n - 1, w.others);
 }
 
 /* ---- Everything together ---- */
@@ -1753,6 +1837,7 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
     memset(m->at_model, 0xff, sizeof m->at_model); /* NO_SHARD everywhere */
     memset(m->at, 0xff, m->at_bytes);
     memset(m->experts, 0xff, m->experts_bytes);
+    if (o->config_only) return 0;
     int rc = model_shards(m, err);
     for (uint32_t i = 0; rc == 0 && i < m->n_shards; i++) {
         if (!m->shards[i].is_needed) continue;
@@ -1760,6 +1845,7 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
         if (o->progress && o->progress(o->user, &p))
             return fail(err, K3_ECANCEL, "cancelled while opening %s", m->shards[i].name);
         rc = header_read(m, sh, (uint16_t)i, err);
+        if (rc < 0) return shards_damaged(m, sh, i, rc, err);
     }
     return rc < 0 ? rc : model_complete(m, sh, err);
 }
@@ -5449,6 +5535,8 @@ int k3_state_fingerprint(const k3_engine *e, uint64_t *out, k3_error *err) {
     *out = e->fingerprint;
     pthread_mutex_unlock(&self->accounts);
     if (*out) return 0;
+    if (e->opt.config_only)
+        return fail(err, K3_EUSAGE, "the engine was opened config_only: it has no weights");
     print_walk w = {.e = e, .hash = XXH3_createState(), .seed = 1, .err = err};
     if (!w.hash) return fail(err, K3_ENOMEM, "fingerprint: out of memory");
     w.n_expert_tensors =
@@ -5788,6 +5876,10 @@ static int machine_check(k3_error *err) {
 /* Options and machine, before any file is touched. */
 static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
     e->opt = *o;
+    if (o->config_only) { /* nothing to read, so nothing to check or to mirror */
+        e->opt.headers_only = e->opt.no_check = true;
+        e->opt.mirrors = NULL;
+    }
     if (!o->model_dir) return fail(err, K3_EUSAGE, "no model directory given");
     if (o->n_threads < 0 || o->n_threads > 1024)
         return fail(err, K3_EUSAGE, "threads is %d, outside 0..1024", o->n_threads);
@@ -5843,7 +5935,7 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
     if (rc == 0 && !(e->layers = calloc(e->sh.n_layers + 1, sizeof *e->layers)))
         rc = fail(err, K3_ENOMEM, "out of memory for %u layers", e->sh.n_layers);
     if (rc == 0) rc = sums_open(e, err);
-    if (rc == 0) rc = disk_open(e, err);
+    if (rc == 0 && !o->config_only) rc = disk_open(e, err);
     if (rc == 0) rc = far_open(e, err);
     if (rc == 0) rc = engine_load(e, err);
     if (rc == 0) far_ready(e);
@@ -6069,6 +6161,8 @@ static int64_t verify_all(k3_engine *e, bool is_writing, bool compares, k3_error
 
 /* Sums change hands: no step meanwhile. */
 static int64_t verify_alone(k3_engine *e, bool is_writing, bool compares, k3_error *err) {
+    if (e->opt.config_only)
+        return fail(err, K3_EUSAGE, "the engine was opened config_only: it has no weights");
     pthread_mutex_lock(&e->step);
     int64_t rc = verify_all(e, is_writing, compares, err);
     pthread_mutex_unlock(&e->step);

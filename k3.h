@@ -92,6 +92,9 @@ typedef struct {
     uint64_t context;      /* positions planned for; 0: 4096, or the model's maximum if less */
     uint32_t snapshots;    /* undo snapshots to leave room for, in the plan; 0: none       */
     bool headers_only;     /* check every header, load no weight: for info, plan, verify   */
+    bool config_only;      /* read config.json and nothing else: a plan before the weights are
+                              there. k3_engine_shape and k3_engine_plan answer; what needs weights
+                              is refused (K3_EUSAGE, K3_EMODEL)                            */
     bool experts_only;     /* of a slice: the experts that are there, and no trunk; no more than
                               headers_only can be done with it                             */
 

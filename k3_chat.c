@@ -2954,6 +2954,24 @@ static int render_file(const cli_args *a, k3_tokenizer *t) {
     return rc;
 }
 
+uint64_t chat_template_ids(k3_tokenizer *t) {
+    render_state s = {.thinks = true, .effort = EFFORT[EFFORT_MAX]};
+    chat_marks marks;
+    xtml x = {0};
+    k3_error err = {{0}};
+    uint64_t n = 0;
+    const char *text = "[{\"role\":\"user\",\"content\":\"\"}]", *why = NULL;
+    size_t at = 0;
+    json_object *root = json_read(text, strlen(text), &at, &why);
+    if (!why && marks_find(&marks, t, &err) >= 0 && render_request(&x, root, &s, &err) >= 0 &&
+        xtml_encode(&x, t, &err) >= 0)
+        n = x.n_id;
+    json_object_put(root);
+    json_object_put(s.calls);
+    xtml_free(&x);
+    return n;
+}
+
 /* A system message of --json waits for the next turn. */
 static int chat_json_system(chat *c, json_object *m) {
     k3_error err = {{0}};
@@ -3137,6 +3155,7 @@ static int chat_engine(chat *c) {
     }
     if (status < 0) return fail_status(status, &err);
     c->con.n_layers = k3_engine_shape(c->e)->n_layers;
+    threads_say(&c->con, c->e, &o);
     return DONE;
 }
 

@@ -10,6 +10,10 @@
  * with "k3: " and goes to stderr; a function that returns an exit code has already said
  * why; nothing here changes a bit of the output, the engine behind k3.h does all of that.
  */
+#include "cli/forecast.h"
+#include "cli/manual.h"
+#include "cli/place.h"
+#include "cli/screen.h"
 #include "experts.h"
 #include "k3_cli.h"
 #include "slice.h"
@@ -35,12 +39,6 @@
 #error "k3 reads model files in place and needs a little-endian machine"
 #endif
 
-/* Where the bundled model is: in the source tree, then (K3_SHARE_DIR) where it was installed.
- * The Makefile knows both; ./demo is tried as well. */
-#ifndef K3_DEMO_DIR
-#define K3_DEMO_DIR "demo"
-#endif
-
 /* ==== 1. Exit codes and messages =====================================================
  *
  * One list of exit codes, one way to complain. A usage error is one line; it names the
@@ -59,6 +57,7 @@ int exit_code(int status) {
 }
 
 static void say_args(const char *format, va_list args) {
+    screen_release();
     fputs("k3: ", stderr);
     vfprintf(stderr, format, args);
     fputc('\n', stderr);
@@ -85,6 +84,15 @@ int fail_memory(const char *what, size_t n_bytes) {
     return fail(FAIL_IO, "no memory for %s (%zu bytes)", what, n_bytes);
 }
 
+/* --ram without a unit, and so small that a unit was meant; 0: it was not. */
+#define LEAST_BYTES ((uint64_t)1 << 20)
+static uint64_t bytes_typed;
+
+static void say_unit(void) {
+    unsigned long long n = bytes_typed;
+    say("--ram %llu was read as %llu bytes: did you mean --ram %lluG?", n, n, n);
+}
+
 /* A status of the engine with its own words, then what to do next where that is known. */
 int fail_status(int status, const k3_error *err) {
     if (status == K3_ECANCEL) return fail(INTERRUPTED, "interrupted");
@@ -92,6 +100,7 @@ int fail_status(int status, const k3_error *err) {
     if (status == K3_ENUMERIC)
         say("`k3 verify --model DIR` tells damaged files from a fault of the engine");
     if (status == K3_ENOMEM) say("a smaller --context or --chunk needs less memory");
+    if (status == K3_EBUDGET && bytes_typed) say_unit();
     return exit_code(status);
 }
 
@@ -103,8 +112,8 @@ int fail_stdout(int error) {
 
 /* Write to stdout now, so that text appears as it is made. */
 int out_write(const char *p, size_t n_bytes) {
-    if (fwrite(p, 1, n_bytes, stdout) == n_bytes && fflush(stdout) == 0) return DONE;
-    return fail_stdout(errno);
+    int error = screen_write(p, n_bytes);
+    return error ? fail_stdout(error) : DONE;
 }
 
 int out_json_line(struct json_object *o) {
@@ -308,6 +317,14 @@ static const cli_option OPTION[] = {
      "the published logits of the real weights; says how far, exit 5 if too far"},
     {"--disk", "GB/S", KIND_REAL, AT(disk), PLAN, G_MEASURE, NULL, 0, 1000,
      "seconds for a disk of this speed (default: for 3, 7 and 14)"},
+    {"--disk-rate", "GB/S", KIND_REAL, AT(disk), PLAN, G_MEASURE, NULL, 0, 1000,
+     "the same as --disk"},
+    {"--gflops", "N", KIND_REAL, AT(gflops), PLAN, G_MEASURE, NULL, 0, 100000,
+     "seconds to the first token for cores of so many GFLOP/s each, of which\n"
+     "--threads says how many (default: as one of this machine is measured)"},
+    {"--released", NULL, KIND_FLAG, AT(released), PLAN, G_MODEL, NULL, 0, 0,
+     "the released Kimi K3, by the config.json that comes with k3: before its\n"
+     "1.56 TB are here"},
     {"--write-sums", NULL, KIND_FLAG, AT(write_sums), VERIFY, G_MEASURE, NULL, 0, 0,
      "keep a checksum of everything that was read, beside the model or as\n"
      "--sums says; later runs compare every read with it. Checksums that are\n"
@@ -357,15 +374,16 @@ static const cli_option OPTION[] = {
      "say more: settings, memory, experts read"},
 
     {"--model", "DIR", KIND_TEXT, AT(model), ANY & ~CACHE, G_MODEL, NULL, 0, 0,
-     "a model directory as downloaded (default: the bundled model)"},
+     "a model directory as downloaded (default: K3_MODEL of the environment, else\n"
+     "the small bundled model)"},
     {"--context", "N", KIND_COUNT, AT(context), RUN | CHAT | BENCH | PLAN | INFO, G_MODEL, NULL, 1,
      MAX_CONTEXT,
      "positions to hold, prompt and answer together (default: 4096, or the\n"
      "model's maximum if that is smaller; what it needs, for bench and for a\n"
      "longer prompt)"},
     {"--ram", "SIZE", KIND_SIZE, AT(ram), RUN | CHAT | BENCH | VERIFY | PLAN, G_MODEL, NULL, 1, 0,
-     "bound for the whole process: 8G, 512M, 1.5GiB, or bytes; `k3 plan`\n"
-     "shows what it buys (default: what is free, less 1/16)"},
+     "bound for the whole process: 8G, 512M, 1.5GiB; without a unit, bytes;\n"
+     "`k3 plan` shows what it buys (default: what is free, less 1/16)"},
     {"--threads", "N", KIND_COUNT, AT(threads), RUN | CHAT | BENCH | VERIFY | PLAN, G_MODEL, "0", 0,
      1024, "0 is one for each core this process may use"},
     {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | CHAT | BENCH | PLAN, G_MODEL, "0", 0, 4096,
@@ -415,7 +433,8 @@ static const cli_option OPTION[] = {
      "beside --ram, serves others of yours too and ends ten minutes after them;\n"
      "the k3-tier beside k3, or in PATH, unless K3_TIER names another"},
     {"--psk-file", "FILE", KIND_READ, AT(psk_file), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
-     "the key that boxes ask for, and must themselves know"},
+     "the key that boxes ask for, and must themselves know; made once with\n"
+     "(umask 077; openssl rand -base64 32 >key), and carried to each of them"},
     {"--tier-ca", "FILE", KIND_READ, AT(tier_ca), RUN | CHAT | BENCH | STAGE, G_TIER, NULL, 0, 0,
      "trust tls: boxes whose certificate this one signed, or is (default: the\n"
      "system's authorities)"},
@@ -536,6 +555,17 @@ static int option_add_box(const char *name, const char **box, size_t *n, const c
     return DONE;
 }
 
+/* A small number without a unit: bytes were hardly meant. A budget that is too small is refused later, with
+ * its floor, and this is said then; a cache of so few bytes would be emptied. */
+static int option_check_unit(const cli_option *o, const char *text, uint64_t value) {
+    if (strspn(text, "0123456789") != strlen(text) || value == 0) return DONE;
+    if (o->at == AT(ram) && value < LEAST_BYTES) bytes_typed = value;
+    if (o->at == AT(cache_size) && value < 1024)
+        return fail(FAIL_USAGE, "%s: %s is %s bytes: did you mean %sG? (%sB if not)", o->name, text,
+                    text, text, text);
+    return DONE;
+}
+
 /* Store one value, checked. */
 static int option_set(const cli_option *o, cli_args *a, const char *text) {
     void *field = (char *)a + o->at;
@@ -558,7 +588,8 @@ static int option_set(const cli_option *o, cli_args *a, const char *text) {
     case KIND_COUNT: return option_set_count(o, a, text);
     case KIND_REAL: return option_set_real(o, a, text);
     case KIND_SIZE:
-        if (parse_size(text, field) && *(uint64_t *)field >= o->lo) return DONE;
+        if (parse_size(text, field) && *(uint64_t *)field >= o->lo)
+            return option_check_unit(o, text, *(uint64_t *)field);
         return fail(FAIL_USAGE, "%s: '%s' is not a size such as 8G, 512M or 1.5GiB", o->name, text);
     case KIND_HASH:
         if (parse_hash(text, field)) return DONE;
@@ -668,6 +699,17 @@ static int args_parse(cli_args *a, const cli_command *cmd, int argc, char **argv
     return rc;
 }
 
+/* K3_MODEL stands for a --model that was not given; empty it is none. No other variable says what is
+ * computed. */
+static void args_from_environment(cli_args *a, const cli_command *cmd) {
+    const char *model = getenv("K3_MODEL");
+    bool takes_model = option_find("--model", strlen("--model"), cmd->bit) != NULL;
+    a->model_by = "--model";
+    if (a->model || !takes_model || a->released || !model || !model[0]) return;
+    a->model = model;
+    a->model_by = "K3_MODEL";
+}
+
 /* ==== 4. Terminal: notes, progress, Ctrl-C ===========================================
  *
  * Long work says where it is, on a terminal only, at most ten times a second, and wipes
@@ -702,21 +744,21 @@ void console_init(console *c, const cli_args *a) {
 }
 
 void console_clear(console *c) {
-    if (c->is_shown) fputs("\r\033[K", stderr);
+    if (c->is_shown) screen_wipe(c->is_below);
     c->is_shown = false;
 }
 
 void console_note(void *user, const char *line) {
     console *c = user;
     console_clear(c);
-    if (c->is_quiet) return;
-    if (c->hides_compute) fputc('\n', stderr); /* the answer is on the same line */
-    say("note: %s", line);
+    if (!c->is_quiet) screen_note(line);
 }
 
 /* The answer's n_said-th id of at most n_want is to be run; n_said 0: a prompt is. */
 void console_answer(console *c, uint64_t n_said, uint64_t n_want) {
-    if (n_said <= 1) c->said_ns = clock_ns();
+    c->step_ns = clock_ns();
+    c->step_read_bytes = c->seen_bytes;
+    if (n_said <= 1) c->said_ns = c->step_ns;
     c->n_said = n_said;
     c->n_want = n_want;
 }
@@ -751,14 +793,17 @@ static void console_bytes(char *line, size_t cap, const console *c, const k3_pro
 }
 
 /* "prompt: layer 12, 3.20 GB/s, 37 %, 322 positions left, 8.1 tok/s, 42 s left", then
- * "answer: layer 12, 3.20 GB/s, 8 ids, 0.4 tok/s, at most 42 s left". */
+ * "answer: layer 12, 3.20 GB/s, 8 ids, this one 2.41 GiB, 0.4 tok/s, at most 42 s left". */
 static void console_compute(char *line, size_t cap, const console *c, const k3_progress *p,
                             uint64_t now) {
     double seconds = (double)(now - (c->n_said ? c->said_ns : c->start_ns)) * 1e-9;
     if (c->read_speed >= 5e6) line_add(line, cap, ", %.2f GB/s", c->read_speed * 1e-9);
     if (c->n_said) {
         double rate = seconds > 0 ? (double)(c->n_said - 1) / seconds : 0;
+        uint64_t n_read = p->read_bytes - c->step_read_bytes;
+        char read[32];
         line_add(line, cap, ", %llu ids", (unsigned long long)c->n_said);
+        if (n_read >= 1u << 20) line_add(line, cap, ", this one %s", fmt_bytes(read, n_read));
         if (rate <= 0) return;
         line_add(line, cap, ", %.1f tok/s", rate);
         line_add_left(line, cap, "at most ", (double)(c->n_want - c->n_said) / rate);
@@ -793,6 +838,9 @@ static void console_wait(console *c, uint64_t now) {
     c->has_said_wait = true;
 }
 
+/* A token that takes longer than this has its status shown below the text. */
+#define SLOW_NS 1000000000u
+
 static int console_progress(void *user, const k3_progress *p) {
     static const char *const phase[] = {"headers", "loading", "prompt", "checking"};
     console *c = user;
@@ -803,10 +851,12 @@ static int console_progress(void *user, const k3_progress *p) {
     if (p->phase != c->phase || p->done < c->done) c->start_ns = now;
     c->phase = p->phase;
     c->done = p->done;
+    c->seen_bytes = p->read_bytes;
     if (!c->is_tty || now - c->last_ns < 100000000u) return 0;
     console_speed(c, p, now);
     c->last_ns = now;
-    if (p->phase == K3_PHASE_COMPUTE && c->hides_compute) return 0;
+    c->is_below = p->phase == K3_PHASE_COMPUTE && c->hides_compute;
+    if (c->is_below && now - c->step_ns < SLOW_NS) return 0; /* the text itself shows the way */
     bool is_answer = p->phase == K3_PHASE_COMPUTE && c->n_said;
     const char *verb = c->verb && p->phase == K3_PHASE_LOAD ? c->verb : phase[p->phase];
     snprintf(line, sizeof line, "%s:", is_answer ? "answer" : verb);
@@ -820,8 +870,7 @@ static int console_progress(void *user, const k3_progress *p) {
         console_bytes(line, sizeof line, c, p, (double)(now - c->start_ns) * 1e-9);
     char *comma = strchr(line, ',');
     if (comma) memmove(comma, comma + 1, strlen(comma)); /* "prompt:, layer 3" */
-    fprintf(stderr, "\r\033[K%s", line);
-    c->is_shown = true;
+    c->is_shown = screen_draw(line, c->is_below);
     return 0;
 }
 
@@ -895,9 +944,24 @@ static int ids_encode(id_list *out, k3_tokenizer *t, const char *text, size_t n_
     return DONE;
 }
 
+/* Somebody feeds us: stdin is a pipe, a socket or a file. A terminal, or /dev/null, is none. */
+static bool stdin_is_fed(void) {
+    struct stat st;
+    return fstat(STDIN_FILENO, &st) == 0 &&
+           (S_ISFIFO(st.st_mode) || S_ISSOCK(st.st_mode) || S_ISREG(st.st_mode));
+}
+
+static int prompt_sources(const cli_args *a) {
+    return (a->arg != NULL) + (a->prompt_file != NULL) + (a->ids != NULL);
+}
+
 /* One prompt, and not two? */
 static int prompt_check(const cli_args *a, const char *command) {
-    int n_source = (a->arg != NULL) + (a->prompt_file != NULL) + (a->ids != NULL);
+    int n_source = prompt_sources(a);
+    if (n_source == 0 && stdin_is_fed()) {
+        if (!a->quiet) say("reading the prompt from stdin");
+        return DONE;
+    }
     if (n_source == 0)
         return fail(FAIL_USAGE,
                     "%s needs a prompt: text, --prompt-file FILE, --ids N,N or - for stdin",
@@ -910,6 +974,7 @@ static int prompt_check(const cli_args *a, const char *command) {
 
 /* The file with the prompt, "-" for stdin; NULL: it is on the command line. */
 static const char *prompt_path(const cli_args *a) {
+    if (prompt_sources(a) == 0) return stdin_is_fed() ? "-" : NULL;
     return a->prompt_file ? a->prompt_file : a->arg && strcmp(a->arg, "-") == 0 ? a->arg : NULL;
 }
 
@@ -941,7 +1006,12 @@ static int prompt_read(const cli_args *a, blob *text, size_t most, id_list *ids,
         if (!text->p) return fail_memory("the prompt", text->n);
         memcpy(text->p, a->arg, text->n + 1);
     }
-    if (rc == DONE && text->n == 0)
+    if (rc == DONE && text->n == 0 && prompt_sources(a) == 0)
+        rc = fail(
+            FAIL_USAGE,
+            "%s needs a prompt, and stdin is empty: give text, --prompt-file FILE or --ids N,N",
+            command);
+    else if (rc == DONE && text->n == 0)
         rc = fail(FAIL_USAGE, "%s: the prompt is empty, there is nothing to go on from", command);
     return rc;
 }
@@ -963,43 +1033,67 @@ int dir_check(const char *option, const char *dir, const char *holds) {
     struct stat st;
     if (stat(dir, &st) != 0) return fail(FAIL_MODEL, "%s %s: %s", option, dir, strerror(errno));
     if (S_ISDIR(st.st_mode)) return DONE;
+    size_t n = strlen(dir);
+    if (n > 5 && strcasecmp(dir + n - 5, ".gguf") == 0)
+        return fail(FAIL_MODEL,
+                    "%s %s: not a directory: k3 reads the released safetensors as downloaded, not "
+                    "GGUF files",
+                    option, dir);
     return fail(FAIL_MODEL, "%s %s: not a directory (give the one that holds %s)", option, dir,
                 holds);
 }
 
-/* The directory to open: --model, or the bundled model. */
+/* What a model directory holds, where it is none. */
+static int fail_no_model(const cli_args *a) {
+    char path[4200];
+    struct stat st;
+    snprintf(path, sizeof path, "%s/snapshots", a->model);
+    if (stat(path, &st) == 0 && S_ISDIR(st.st_mode))
+        return fail(FAIL_MODEL,
+                    "%s %s: no readable config.json there; this is a download cache: name the "
+                    "directory inside its snapshots/",
+                    a->model_by, a->model);
+    return fail(FAIL_MODEL,
+                "%s %s: no readable config.json there, so no model; the directory of a download "
+                "holds config.json, tiktoken.model, tokenizer_config.json and model-*.safetensors",
+                a->model_by, a->model);
+}
+
+/* The directory to open: --model, K3_MODEL, or the bundled model. */
 static int model_locate(const cli_args *a, const char **dir) {
-    static const char *const bundled[] = {K3_DEMO_DIR,
-#ifdef K3_SHARE_DIR
-                                          K3_SHARE_DIR,
-#endif
-                                          "demo"};
+    static char bundled[4200];
     int rc = DONE;
     for (size_t i = 0; i < a->n_mirror && rc == DONE; i++)
         rc = dir_check("--mirror", a->mirror[i], "shards");
-    if (rc == DONE && a->model) rc = dir_check("--model", a->model, "config.json");
+    if (rc == DONE && a->model) rc = dir_check(a->model_by, a->model, "config.json");
     *dir = a->model;
     if (rc != DONE) return rc;
     if (a->model) {
-        if (!is_model_dir(a->model))
-            return fail(FAIL_MODEL, "--model %s: no readable config.json there, so no model",
-                        a->model);
+        if (!is_model_dir(a->model)) return fail_no_model(a);
         return is_slice(a->model) ? fail(FAIL_MODEL,
-                                         "--model %s: a slice: some experts and nothing else; "
+                                         "%s %s: a slice: some experts and nothing else; "
                                          "`k3-tier --slice` serves it",
-                                         a->model)
+                                         a->model_by, a->model)
                                   : DONE;
     }
-    for (size_t i = 0; i < COUNT(bundled) && !*dir; i++)
-        if (is_model_dir(bundled[i])) *dir = bundled[i];
-    if (!*dir)
-        return fail(FAIL_USAGE, "no --model DIR given, and the bundled model is not at %s",
-                    K3_DEMO_DIR);
+    if (!place_find(PLACE_DEMO, bundled, sizeof bundled))
+        return fail(FAIL_USAGE,
+                    "no --model DIR given, and the bundled model is not at %s: give --model, set "
+                    "K3_MODEL, or `make install`",
+                    bundled);
+    *dir = bundled;
     return DONE;
 }
 
+/* Which model, where the command line does not say; with the bundled one, what comes after it. */
 static void model_say(const cli_args *a, const char *dir) {
-    if (!a->model && !a->quiet) say("no --model given: using the small bundled model, %s", dir);
+    if (a->quiet || (a->model && strcmp(a->model_by, "K3_MODEL") != 0)) return;
+    if (a->model)
+        say("model: %s (from K3_MODEL)", dir);
+    else
+        say("no --model given: using the small bundled model, %s; `k3 plan --released` says "
+            "what the real one needs",
+            dir);
 }
 
 int model_find(const cli_args *a, const char **dir) {
@@ -1077,12 +1171,22 @@ k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     return o;
 }
 
+/* OMP_NUM_THREADS says another number than what is used, and --threads none. */
+void threads_say(const console *con, const k3_engine *e, const k3_options *o) {
+    const char *wanted = getenv("OMP_NUM_THREADS");
+    if (con->is_quiet || o->headers_only || o->config_only || o->n_threads || !wanted) return;
+    if (strtol(wanted, NULL, 10) == k3_engine_threads(e)) return;
+    say("note: OMP_NUM_THREADS=%.40s is not read; %d threads, and --threads N sets another number",
+        wanted, k3_engine_threads(e));
+}
+
 int engine_open(k3_engine **e, const k3_options *o) {
     console *con = o->user;
     k3_error err = {{0}};
     int status = k3_engine_open(e, o, &err);
     console_clear(con);
     if (status < 0) return fail_status(status, &err);
+    threads_say(con, *e, o);
     con->n_layers = k3_engine_shape(*e)->n_layers;
     return DONE;
 }
@@ -1382,9 +1486,18 @@ static int run_check_context(const run_state *r, uint64_t context) {
     if (r->n_loaded + r->prompt_ids.n <= context) return DONE;
     if (r->n_loaded)
         snprintf(loaded, sizeof loaded, " after %llu of --load", (unsigned long long)r->n_loaded);
-    return fail(exit_code(K3_EFULL),
-                "the prompt is %zu ids%s and the context holds %llu: raise --context",
-                r->prompt_ids.n, loaded, (unsigned long long)context);
+    k3_shape sh;
+    uint64_t most = k3_config_read(&sh, r->dir, NULL) < 0 ? UINT64_MAX : sh.max_position;
+    if (r->n_loaded + r->prompt_ids.n > most)
+        return fail(exit_code(K3_EFULL),
+                    "the prompt is %zu ids%s and this model holds %llu, whatever --context says: "
+                    "shorten it",
+                    r->prompt_ids.n, loaded, (unsigned long long)most);
+    return fail(
+        exit_code(K3_EFULL),
+        "the prompt is %zu ids%s and the context holds %llu: raise --context to %llu or more",
+        r->prompt_ids.n, loaded, (unsigned long long)context,
+        (unsigned long long)(r->n_loaded + r->prompt_ids.n));
 }
 
 /* Positions to plan for: --context, else 0 (the engine's default), unless the prompt alone is
@@ -1403,7 +1516,8 @@ static int run_context(run_state *r, uint64_t *context) {
     uint64_t most = k3_engine_shape(e)->max_position;
     k3_engine_close(e);
     if (n > most)
-        return fail(exit_code(K3_EFULL), "the prompt is %llu ids and this model holds %llu",
+        return fail(exit_code(K3_EFULL),
+                    "the prompt is %llu ids and this model holds %llu: shorten it",
                     (unsigned long long)n, (unsigned long long)most);
     *context = r->a->tokens < most - n ? n + r->a->tokens : most;
     return DONE;
@@ -1805,6 +1919,7 @@ static int run_json(const run_state *r) {
     json_put(o, "chunk", json_object_new_int(k3_engine_chunk(r->e)));
     json_put(o, "numerics", json_object_new_string(K3_NUMERICS_ID));
     json_put(o, "version", json_object_new_string(K3_VERSION));
+    if (version_commit()[0]) json_put(o, "commit", json_object_new_string(version_commit()));
     return out_json_line(o);
 }
 
@@ -1828,8 +1943,19 @@ static void run_say_disk(const run_state *r) {
         fmt_bytes(ram, k3_engine_plan(r->e)->ram_bytes));
 }
 
+void tiers_say_silent(const cli_args *a, const k3_stats *st) {
+    char names[256] = "";
+    if (a->quiet || a->n_tier == 0 || a->gpu || st->far_asked > 0 || st->expert_loads == 0) return;
+    for (size_t i = 0; i < a->n_tier; i++)
+        line_add(names, sizeof names, "%s%s", i ? ", " : "", a->tier[i]);
+    say("note: no box was of use (%s): none was there in time, or none held what was wanted; all "
+        "was read and computed here; `k3-tier status ADDR` says what a box does",
+        names);
+}
+
 static void run_say_tier(const run_state *r) {
     k3_stats st = timeline_stats(&r->line, &r->line.before);
+    tiers_say_silent(r->a, &st);
     say("tier: %llu experts asked for, %.0f %% of them served; %llu answers too late",
         (unsigned long long)st.far_asked, percent(st.far_served, st.far_asked),
         (unsigned long long)st.far_late);
@@ -2875,6 +3001,10 @@ static int cmd_bench(const cli_args *a) {
     if (rc == DONE && is_given(a, "--expect") && logits_fnv != a->expect)
         rc = fail(FAIL_CHECK, "--expect: logits_fnv is %016llx, not %016llx",
                   (unsigned long long)logits_fnv, (unsigned long long)a->expect);
+    if (rc == DONE && b.line.s) {
+        k3_stats st = timeline_stats(&b.line, &b.line.before);
+        tiers_say_silent(a, &st);
+    }
     timeline_close(&b.line);
     k3_engine_close(b.e);
     k3_tokenizer_close(b.t);
@@ -2969,6 +3099,23 @@ static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir
     return engine_open(e, &o);
 }
 
+/* What comes after a model that is whole: text needs its tokenizer, a long run wants sums and a plan. */
+static void verify_say_next(const cli_args *a, const char *dir, bool has_sums) {
+    char path[4352];
+    if (a->quiet) return;
+    snprintf(path, sizeof path, "%s/tiktoken.model", dir);
+    if (access(path, R_OK) != 0)
+        say("note: %s is absent: ids only, no text; download it as well", path);
+    if (!has_sums && !a->write_sums)
+        say("next: `k3 verify --write-sums --model %s` keeps checksums, and every later read is "
+            "compared with them",
+            dir);
+    else
+        say("next: `k3 plan --model %s` says what a token and a prompt take here, `k3 chat --model "
+            "%s` begins",
+            dir, dir);
+}
+
 static int cmd_verify(const cli_args *a) {
     k3_engine *e = NULL;
     console con;
@@ -3006,6 +3153,7 @@ static int cmd_verify(const cli_args *a) {
                                     : "");
     if (fflush(stdout) != 0) rc = fail_stdout(errno);
     if (rc == DONE && a->golden) rc = verify_golden(a, dir, &con);
+    if (rc == DONE) verify_say_next(a, dir, k3_engine_plan(e)->has_sums);
 done:
     k3_engine_close(e);
     return rc;
@@ -3061,15 +3209,22 @@ static void plan_next_gb(const k3_plan *p, const k3_shape *s) {
                trunk + (1 - trunk) * per_slot_gb, p->quota ? ", and less as slots fill" : "");
 }
 
+/* Bytes per second to plan for: the one that was given or measured, or three usual ones. */
+static size_t plan_rates(float gb_per_s, double rate[3]) {
+    static const double usual[] = {3e9, 7e9, 14e9};
+    for (size_t i = 0; i < COUNT(usual); i++) rate[i] = usual[i];
+    if (gb_per_s > 0) rate[0] = (double)gb_per_s * 1e9;
+    return gb_per_s > 0 ? 1 : COUNT(usual);
+}
+
 /* What one token reads, and how long that takes. */
 static void plan_reads(const k3_plan *p, const k3_shape *s, float disk) {
-    static const double usual[] = {3, 7, 14};
     char note[96];
     bool is_all = moe_layers(s) == 0 || p->quota == s->n_experts;
     uint64_t n_experts = is_all ? 0 : moe_layers(s) * s->top_k;
     uint64_t n_bytes = p->streamed_bytes + n_experts * s->expert_bytes;
-    double given = (double)disk;
-    const double *speed = disk > 0 ? &given : usual;
+    double rate[3];
+    size_t n_rate = plan_rates(disk, rate);
     puts("");
     snprintf(note, sizeof note, "of trunk; a chunk of a prompt is at most %u positions",
              (unsigned)p->chunk);
@@ -3081,10 +3236,60 @@ static void plan_reads(const k3_plan *p, const k3_shape *s, float disk) {
                  "trunk and %llu experts, none of them in a slot; guesses may add to it",
                  (unsigned long long)n_experts);
     plan_row("a token reads", n_bytes, note);
-    for (size_t i = 0; n_bytes && i < (disk > 0 ? 1 : COUNT(usual)); i++)
-        printf("  at %.3g GB/s %18.3f s a token, where the disk is what takes time\n", speed[i],
-               (double)n_bytes * 1e-9 / speed[i]);
+    for (size_t i = 0; n_bytes && i < n_rate; i++)
+        printf("  at %.3g GB/s %18.3f s a token, where the disk is what takes time\n",
+               rate[i] * 1e-9, (double)n_bytes / rate[i]);
     plan_next_gb(p, s);
+}
+
+/* Ids that K3's chat format adds to a first message at the default effort, by the released tokenizer: the 99
+ * of "user_turn" in tests/data/tokenizer_pins.json, less the 11 of its text. */
+enum { RELEASED_CHAT_IDS = 88 };
+
+/* Bytes and seconds to the first token. */
+static void plan_prompts(const cli_args *a, const k3_engine *e, const char *dir, float disk) {
+    double rate[3];
+    k3_tokenizer *t = NULL;
+    forecast f = {.sh = k3_engine_shape(e), .p = k3_engine_plan(e), .disk = rate};
+    f.n_disk = plan_rates(disk, rate);
+    f.n_threads = k3_engine_threads(e);
+    f.core_flops = (double)a->gflops * 1e9;
+    f.is_pinned_chat = a->released;
+    f.n_chat = a->released ? RELEASED_CHAT_IDS : 0;
+    if (!a->released && k3_tokenizer_open(&t, dir, NULL) >= 0) f.n_chat = chat_template_ids(t);
+    k3_tokenizer_close(t);
+    fflush(stdout);
+    if (forecast_print(&f) < 0 && !a->quiet)
+        say("note: these cores could not be measured; --gflops N says how fast they are");
+}
+
+/* The way on from a plan. */
+static void plan_say_next(const cli_args *a, const char *dir) {
+    if (a->quiet) return;
+    if (a->released)
+        say("next: `hf download moonshotai/Kimi-K3 --local-dir DIR` (of `pip install -U "
+            "huggingface_hub`; 1.56 TB), then `k3 verify --model DIR`");
+    else if (a->model)
+        say("next: `k3 chat --model %s` or `k3 run --model %s PROMPT`, with the same --ram and "
+            "--context%s",
+            dir, dir, a->reader || a->disk > 0 ? "" : "; `k3 plan --reader` measures this disk");
+    else
+        say("next: `k3 plan --released` plans for the real model");
+}
+
+/* The directory to plan for; with --released, one that holds a config.json and nothing else. */
+static int plan_locate(const cli_args *a, const char **dir) {
+    static char released[4200];
+    if (!a->released) return model_find(a, dir);
+    if (a->model || a->pins || a->reader)
+        return fail(FAIL_USAGE, "--released is a plan without files: not with %s",
+                    a->model  ? "--model"
+                    : a->pins ? "--pins"
+                              : "--reader");
+    *dir = released;
+    if (place_find(PLACE_RELEASED, released, sizeof released)) return DONE;
+    return fail(FAIL_MODEL, "--released: no config.json in %s: `make install` puts it there",
+                released);
 }
 
 /* Open headers only, for the plan. Below the floor it is opened again, at the floor, and
@@ -3095,6 +3300,7 @@ static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console 
     k3_options o = engine_options(a, dir, con);
     k3_error err = {{0}};
     o.headers_only = true;
+    o.config_only = a->released;
     int status = k3_engine_open(e, &o, &err);
     *asked = a->ram;
     if (status == K3_EBUDGET) { /* not even the tables fit */
@@ -3131,10 +3337,10 @@ static int cmd_plan(const cli_args *a) {
     console con;
     const char *dir;
     uint64_t asked = 0;
-    if (is_given(a, "--disk") && !(a->disk > 0))
+    if ((is_given(a, "--disk") || is_given(a, "--disk-rate")) && !(a->disk > 0))
         return fail(FAIL_USAGE, "--disk: a disk of 0 GB/s reads nothing");
     console_init(&con, a);
-    int rc = model_find(a, &dir);
+    int rc = plan_locate(a, &dir);
     if (rc == DONE) rc = plan_open(&e, a, dir, &con, &asked);
     if (rc != DONE) return rc;
     const k3_plan *p = k3_engine_plan(e);
@@ -3142,6 +3348,7 @@ static int cmd_plan(const cli_args *a) {
     float disk = a->disk;
     if (a->reader) rc = plan_measure(dir, k3_engine_shape(e)->expert_bytes, a->ram, &disk);
     plan_reads(p, k3_engine_shape(e), disk);
+    if (rc == DONE) plan_prompts(a, e, dir, disk);
     if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);
     if (rc == DONE && asked < p->floor_bytes)
         rc = fail(FAIL_BUDGET,
@@ -3149,6 +3356,8 @@ static int cmd_plan(const cli_args *a) {
                   "give at least %llu bytes (%.2f GiB) with --ram, or a smaller --context",
                   (unsigned long long)asked, (unsigned long long)p->context,
                   (unsigned long long)p->floor_bytes, (double)p->floor_bytes / 0x1p30);
+    if (rc == FAIL_BUDGET && bytes_typed) say_unit();
+    if (rc == DONE) plan_say_next(a, dir);
     k3_engine_close(e);
     return rc;
 }
@@ -3214,7 +3423,8 @@ static int cmd_info(const cli_args *a) {
         printf("%s%s ", *name, k3_kernels_is_supported(*name) ? "" : " (not on this CPU)");
     printf("- best: %s\n", k3_engine_kernels(e));
     printf("numerics     %s\n", K3_NUMERICS_ID);
-    printf("version      %s\n", K3_VERSION);
+    printf("version      %s%s%s\n", K3_VERSION, version_commit()[0] ? ", commit " : "",
+           version_commit());
     k3_engine_close(e);
     return DONE;
 }
@@ -3340,9 +3550,12 @@ static const cli_command COMMAND[] = {
      "  k3 verify --model /data/Kimi-K3 --golden\n"},
     {"plan", PLAN, NULL, cmd_plan, "where a memory budget goes, what a token then reads",
      "k3 plan [options]",
-     "Reads headers only. Divides --ram as run and bench do, and says what is read for each token\n"
-     "and how long that takes. A budget below the floor exits 4 and shows the split at the floor;\n"
+     "Reads headers only, and with --released not even those. Divides --ram as run and bench do,\n"
+     "and says what is read for each token and for prompts of 100, 1,000 and 10,000 ids, and how "
+     "long\n"
+     "that takes. A budget below the floor exits 4 and shows the split at the floor;\n"
      "the floor grows with --context, --threads and, when it is given, --chunk.\n",
+     "  k3 plan --released --ram 64G --threads 16 --gflops 40\n"
      "  k3 plan --model /data/Kimi-K3 --ram 64G --context 32768\n"
      "  k3 plan --model /data/Kimi-K3 --ram 8G --disk 6.3\n"},
     {"info", INFO, NULL, cmd_info, "geometry, sizes, kernels, memory a context needs",
@@ -3421,33 +3634,93 @@ static int help_command(const cli_command *cmd) {
     return DONE;
 }
 
+/* ---- What manual.c sees of the tables ---- */
+
+bool command_get(size_t i, command_view *out) {
+    if (i >= COUNT(COMMAND)) return false;
+    const cli_command *c = &COMMAND[i];
+    *out = (command_view){c->name, c->summary, c->usage, c->about, c->examples};
+    return true;
+}
+
+bool section_get(const char *command, size_t i, option_section *out) {
+    const cli_command *cmd = command_find(command);
+    if (!cmd || i >= N_GROUP) return false;
+    out->title = GROUP_TITLE[i];
+    out->n = 0;
+    for (size_t k = 0; k < COUNT(OPTION) && out->n < COUNT(out->option); k++) {
+        const cli_option *o = &OPTION[k];
+        if (!(o->who & cmd->bit) || o->group != i) continue;
+        out->option[out->n++] =
+            (option_view){o->name, o->value, o->start, o->help, o->kind == KIND_CHOICE};
+    }
+    return true;
+}
+
+const char HELP_COMMON[] =
+    "Without --model and K3_MODEL every command uses the small bundled model. --option VALUE\n"
+    "and --option=VALUE are the same, -- ends options, -h and -V are --help and --version.\n"
+    "stdout carries the answer and nothing else. No option and no environment variable changes\n"
+    "the bits, except those that must: model (K3_MODEL too), prompt, sampling, --lora-eps.\n";
+
+const char HELP_EXITS[] = "  0  done                            3  the model is refused\n"
+                          "  1  a file, memory, a full context  4  the memory bound is too small\n"
+                          "  2  wrong usage                     5  a hash or check does not match\n"
+                          "  130  interrupted; what was said so far was printed\n";
+
+/* The commands by what one wants to do. */
+static const struct {
+    const char *title;
+    unsigned who;
+} TASK[] = {{"Make text", RUN | CHAT | TOKENIZE},
+            {"Know the model and this machine", PLAN | INFO | VERIFY},
+            {"Measure", BENCH},
+            {"Keep what was computed", CACHE},
+            {"Bring experts to other machines (k3-tier)", SLICE | STAGE}};
+
+typedef char tasks_name_every_command[(RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH |
+                                       CACHE | SLICE | STAGE) == ANY
+                                          ? 1
+                                          : -1];
+
 static int help_all(void) {
     puts("k3 " K3_VERSION " - run Kimi K3, exact, on a machine that holds a few percent of it\n\n"
-         "usage: k3 COMMAND [options]\n");
-    for (size_t i = 0; i < COUNT(COMMAND); i++)
-        printf("  %-10s %s\n", COMMAND[i].name, COMMAND[i].summary);
-    puts("  help       this, or `k3 help COMMAND` for all its options\n"
+         "usage: k3 COMMAND [options]       k3 help COMMAND: every option, with its default\n"
          "\n"
-         "Without --model every command uses the small bundled model, so this works at once:\n"
-         "\n"
-         "  k3 run \"The capital of France is\"\n"
-         "\n"
-         "--option VALUE and --option=VALUE are the same, -- ends options, -h and -V are --help\n"
-         "and --version. stdout carries the answer and nothing else. No option and no environment\n"
-         "variable changes the bits, except those that must: model, prompt, sampling, --lora-eps.\n"
-         "\n"
-         "Exit codes\n"
-         "  0  done                            3  the model is refused\n"
-         "  1  a file, memory, a full context  4  the memory bound is too small\n"
-         "  2  wrong usage                     5  a hash or check does not match\n"
-         "  130  interrupted; what was said so far was printed");
+         "Begin with\n"
+         "  k3 run \"The capital of France is\"   a small bundled model answers, at once\n"
+         "  k3 plan --released --ram 64G         what the real one would take here, before a "
+         "download\n"
+         "  k3 chat --model DIR                  talk with the model in DIR (or set K3_MODEL=DIR)");
+    for (size_t t = 0; t < COUNT(TASK); t++) {
+        printf("\n%s\n", TASK[t].title);
+        for (size_t i = 0; i < COUNT(COMMAND); i++)
+            if (COMMAND[i].bit & TASK[t].who)
+                printf("  %-10s %s\n", COMMAND[i].name, COMMAND[i].summary);
+    }
+    printf("\n%s\nExit codes\n%s", HELP_COMMON, HELP_EXITS);
+    return DONE;
+}
+
+/* For packages: names, man pages, completion. */
+static int help_generate(const char *what, const char *name) {
+    if (strcmp(what, "--list") == 0)
+        for (size_t i = 0; i < COUNT(COMMAND); i++) puts(COMMAND[i].name);
+    else if (strcmp(what, "--completion") == 0)
+        completion_print();
+    else if (!manual_print(name))
+        return fail_unknown_command(name);
     return DONE;
 }
 
 static int cmd_help(int argc, char **argv) {
     if (argc == 0 || strcmp(argv[0], "--help") == 0 || strcmp(argv[0], "-h") == 0)
         return help_all();
-    if (argc > 1) return fail(FAIL_USAGE, "help takes one command, '%s' is a second one", argv[1]);
+    bool is_man = strcmp(argv[0], "--man") == 0;
+    if (argc > 1 + is_man)
+        return fail(FAIL_USAGE, "help takes one command, '%s' is a second one", argv[1 + is_man]);
+    if (is_man || strcmp(argv[0], "--list") == 0 || strcmp(argv[0], "--completion") == 0)
+        return help_generate(argv[0], argc > 1 ? argv[1] : NULL);
     const cli_command *cmd = command_find(argv[0]);
     if (cmd) return help_command(cmd);
     return strcmp(argv[0], "help") == 0 ? help_all() : fail_unknown_command(argv[0]);
@@ -3544,7 +3817,7 @@ static int dispatch(int argc, char **argv) {
         return FAIL_USAGE;
     }
     if (strcmp(name, "-V") == 0 || strcmp(name, "--version") == 0)
-        return puts("k3 " K3_VERSION " (" K3_NUMERICS_ID ")") < 0 ? FAIL_IO : DONE;
+        return puts(version_text()) < 0 ? FAIL_IO : DONE;
     if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0) return help_all();
     if (strcmp(name, "help") == 0) return cmd_help(argc - 2, argv + 2);
     if (name[0] == '-') return fail_no_command(name);
@@ -3552,6 +3825,7 @@ static int dispatch(int argc, char **argv) {
     if (!cmd) return fail_unknown_command(name);
     int rc = args_parse(&a, cmd, argc - 2, argv + 2, &wants_help);
     if (wants_help) return help_command(cmd);
+    args_from_environment(&a, cmd);
     if (rc == DONE) rc = args_for_boxes(&a);
     if (rc == DONE) rc = args_for_files(&a);
     return rc != DONE ? rc : cmd->run(&a);

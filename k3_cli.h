@@ -68,6 +68,8 @@ typedef struct {
     const char *prompt_file, *ids;
     bool control;
     const char *model, *kernels;
+    const char *model_by; /* what named the model: "--model" or "K3_MODEL"          */
+    bool released;        /* plan: the released config, no files                    */
     uint64_t threads, chunk, context, ram;
     uint64_t io, direct, policy; /* k3_io, k3_switch, k3_policy               */
     uint64_t io_depth;
@@ -84,6 +86,7 @@ typedef struct {
     bool no_look_ahead, no_check, write_sums, reader;
     const char *sums, *pins, *routing, *replay, *write_pins;
     float disk; /* GB/s                                                       */
+    float gflops; /* of one core                                              */
     float lora_eps;
     uint64_t tokens;
     bool no_stop;
@@ -118,12 +121,15 @@ extern volatile sig_atomic_t interrupted; /* how often Ctrl-C asked */
 typedef struct {
     bool is_tty, is_quiet;
     bool is_shown;      /* a progress line is on the screen                      */
-    bool hides_compute; /* text is streaming: no line in its way                 */
+    bool is_below;      /* ... on the row below the answer                       */
+    bool hides_compute; /* text is streaming: only a slow token shows its status */
     int n_grace;        /* so many Ctrl-C do not yet cancel the step             */
     uint64_t asked_ns;  /* when one did not                                      */
     bool has_said_wait;
     uint64_t n_said, n_want; /* ids of the answer: so far, 0 in the prompt; at most   */
     uint64_t said_ns;        /* when the answer began                                 */
+    uint64_t step_ns;        /* when the step at work began ...                       */
+    uint64_t step_read_bytes, seen_bytes; /* ... what was read before it; and so far  */
     const char *verb;        /* what loading is called, if not that                    */
     k3_phase phase;
     uint64_t done, start_ns, last_ns;
@@ -160,6 +166,11 @@ int engine_open(k3_engine **e, const k3_options *o);
 /* With --gpu, our own box is one of the tiers; where it cannot be had, a line says why. */
 void engine_gpu(const cli_args *a, k3_options *o);
 bool is_streaming(const k3_engine *e);
+
+/* Notes of one line, none with -q: OMP_NUM_THREADS was not heeded; boxes were named, experts were read,
+ * and no box was ever asked (`st`: what was counted since the session was new). */
+void threads_say(const console *con, const k3_engine *e, const k3_options *o);
+void tiers_say_silent(const cli_args *a, const k3_stats *st);
 void plan_say(const k3_engine *e);
 
 void json_put(json_object *o, const char *key, json_object *value);
@@ -170,6 +181,10 @@ void json_put_count(json_object *o, const char *key, uint64_t n);
 /* ---- Commands in files of their own ----------------------------------------------------- */
 
 int cmd_chat(const cli_args *a);
+
+/* Ids that the chat format adds to an empty first message, at the default settings of `k3 chat`; 0: this
+ * tokenizer has no chat format. */
+uint64_t chat_template_ids(k3_tokenizer *t);
 int cmd_slice(const cli_args *a);
 int cmd_stage(const cli_args *a);
 int bench_hop(const cli_args *a); /* k3 bench --hop */

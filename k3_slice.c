@@ -559,9 +559,10 @@ static int slicing_write(slicing *s) {
     if (rc == DONE) rc = slicing_finish(s);
     console_clear(&s->j->con);
     if (rc != DONE) return rc;
-    printf("%s: %u experts (%s) in %u shards%s", s->dir, s->man.n, fmt_bytes(size, s->total),
-           s->n_shards, k3_engine_has_sums(s->j->e) ? ", checked with the model's sums" : "");
-    if (s->first > 0) printf("; %u shards were there", s->first);
+    printf("%s: %u experts (%s) in %u shard%s%s", s->dir, s->man.n, fmt_bytes(size, s->total),
+           s->n_shards, s->n_shards == 1 ? "" : "s",
+           k3_engine_has_sums(s->j->e) ? ", checked with the model's sums" : "");
+    if (s->first > 0) printf("; %u shard%s there", s->first, s->first == 1 ? " was" : "s were");
     printf("; %.2f GB/s\n", per_second(s->written - before, clock_ns() - start) * 1e-9);
     return fflush(stdout) == 0 ? DONE : fail_stdout(errno);
 }

@@ -11,21 +11,28 @@ set -eu
 cd "$(dirname "$0")/.."
 : "${K3:=build/k3}"
 
-# field RAM DISK SED-EXPRESSION: one figure of a plan
+# plan RAM DISK: the plan for 8 threads of a common speed
 plan() {
     if [ -n "${MODEL:-}" ]; then
-        "$K3" plan -q --model "$MODEL" --threads 8 --ram "$1" --disk "$2"
+        "$K3" plan -q --model "$MODEL" --threads 8 --gflops 60 --ram "$1" --disk "$2"
     else
-        "$K3" plan -q --released --threads 8 --ram "$1" --disk "$2"
+        "$K3" plan -q --released --threads 8 --gflops 60 --ram "$1" --disk "$2"
     fi
 }
-per_token() { plan "$1" "$2" | sed -n 's/^ *at .* GB\/s  *\([0-9.]*\) s a token.*/\1/p' | awk '{ printf "%.1f s", $1 }'; }
+
+# cells RAM DISK: the time to the first token of a prompt of 100 ids, and of each token
+cells() {
+    plan "$1" "$2" | awk '/ a token, where the disk/ { token = sprintf("%.1f s", $4) }
+        $1 == 100 && $2 == "ids" { first = $(NF - 1) " " $NF }
+        END { if (token == "" || first == "") exit 1; print first ", " token }'
+}
 
 table() {
-    echo "| \`--ram\` | a token, disk of 3 GB/s | 7 GB/s | 14 GB/s |"
+    echo "| \`--ram\` | disk of 3 GB/s | 7 GB/s | 14 GB/s |"
     echo "|---|---|---|---|"
-    for ram in 8G 24G 64G 128G; do
-        echo "| ${ram%G} GiB | $(per_token $ram 3) | $(per_token $ram 7) | $(per_token $ram 14) |"
+    for ram in 8 24 64 128 500; do
+        slow=$(cells ${ram}G 3) && middle=$(cells ${ram}G 7) && fast=$(cells ${ram}G 14) || exit 1
+        echo "| $ram GiB | $slow | $middle | $fast |"
     done
 }
 

@@ -54,6 +54,9 @@ programs() {
     if [ -z "$quick" ]; then
         run tests/test_tier_net.sh demo
         run tests/test_example.sh
+        run tests/test_install.sh
+        run "$BUILD/test_forecast"
+        ! command -v python3 >/dev/null || run python3 tests/test_screen.py
     fi
 }
 

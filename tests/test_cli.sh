@@ -8,6 +8,7 @@
 # this machine lacks (python3, a CPU feature) is a SKIP with its reason, never a pass.
 set -u
 export LC_ALL=C
+unset K3_MODEL OMP_NUM_THREADS
 export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 # on a shared machine a spinning thread waits for itself
 cd "$(dirname "$0")/.." || exit 1
 K3=${K3:-build/k3}
@@ -107,7 +108,9 @@ misuse "argument to plan" "plan takes no argument" plan x
 misuse "--expect junk" "--expect: 'zz' is not a hash" bench --expect zz
 misuse "two prompts" "'b' is a second one" run a b
 misuse "prompt and file" "one prompt" run a --prompt-file b
-misuse "no prompt" "run needs a prompt" run
+check "no prompt" 2 "run needs a prompt: text" "$K3" run </dev/null
+expect "no prompt: one line, no output" "$(wc -l <"$T/err" | tr -d ' ') $(wc -c <"$T/out" | tr -d ' ')" "1 0"
+check "no prompt, nothing in the pipe" 2 "run needs a prompt, and stdin is empty" bash -c ": | '$K3' run -q"
 misuse "argument to info" "info takes no argument" info x
 misuse "--decode without --ids" "--decode needs --ids" tokenize --decode x
 
@@ -208,6 +211,130 @@ expect "same seed, same ids" "$(json ids_fnv)" "$first"
 "$K3" run -q --json --temperature 1.5 --seed 8 --no-stop --tokens 24 "$PARIS" >"$T/out" 2>"$T/err"
 [ "$(json ids_fnv)" != "$first" ] && pass "another seed, other ids" || fail "another seed, other ids" "same"
 check "top-k without temperature is noted" 0 "change nothing" "$K3" run --tokens 1 --top-k 5 "$PARIS"
+
+# A pipe or a file is a prompt without being called -, a terminal or /dev/null is none.
+check "a prompt through a pipe" 0 "reading the prompt from stdin" bash -c "printf '%s' '$PARIS' | '$K3' run"
+expect "a prompt through a pipe: same answer" "$(cat "$T/out")" " Paris."
+check "a prompt from a file" 0 "" bash -c "'$K3' run -q <'$T/prompt'"
+expect "a prompt from a file: same answer" "$(cat "$T/out")" " Paris."
+check "an argument wins over a pipe" 0 "" bash -c "echo no | '$K3' run -q '$PARIS'"
+expect "an argument wins over a pipe: same answer" "$(cat "$T/out")" " Paris."
+check "ids through a pipe" 0 "" bash -c "printf '%s' '$PARIS' | '$K3' tokenize -q --ids-only"
+expect "ids through a pipe: same ids" "$(cat "$T/out")" "343,336,327,444,1489,311"
+
+# ---- What is meant, and what comes next -----------------------------------------------------
+
+# K3_MODEL is --model where none is given; the command line wins, and an empty one is none.
+check "K3_MODEL" 0 "model: $DEMO .from K3_MODEL" env K3_MODEL="$DEMO" "$K3" run "$PARIS"
+grep -q "bundled" "$T/err" && fail "K3_MODEL: not the bundled one" "$(cat "$T/err")" || pass "K3_MODEL: not the bundled one"
+for cmd in "run x" "chat" "tokenize x" "bench" "verify" "plan" "info" "slice --pins /dev/null --size 1M --out $T/none" "stage --to unix:$T/none"; do
+    # shellcheck disable=SC2086
+    check "K3_MODEL, absent, $cmd" 3 "K3_MODEL $T/none: No such file" env K3_MODEL="$T/none" "$K3" $cmd </dev/null
+done
+check "--model wins over K3_MODEL" 0 "" env K3_MODEL="$T/none" "$K3" run -q --model "$DEMO" "$PARIS"
+check "an empty K3_MODEL" 0 "bundled model" env K3_MODEL= "$K3" run "$PARIS"
+check "plan --released, whatever K3_MODEL" 0 "" env K3_MODEL="$T/none" "$K3" plan -q --released --gflops 40
+check "cache has no model" 1 "$T/none: No such file" env K3_MODEL="$DEMO" "$K3" cache ls "$T/none"
+
+check "--ram without a unit" 4 "floor" "$K3" run -q --ram 64 x
+grep -q "^k3: --ram 64 was read as 64 bytes: did you mean --ram 64G?" "$T/err" && pass "--ram 64: says what was read" || fail "--ram 64: says what was read" "no"
+check "plan --ram without a unit" 4 "did you mean --ram 64G" "$K3" plan -q --ram 64
+check "chat --ram without a unit" 4 "did you mean --ram 64G" "$K3" chat -q --ram 64 </dev/null
+check "--ram with a unit that is too small" 4 "floor" "$K3" run -q --ram 64B x
+grep -q "did you mean" "$T/err" && fail "--ram 64B is what was meant" "$(cat "$T/err")" || pass "--ram 64B is what was meant"
+misuse "--cache-size without a unit" "20 is 20 bytes: did you mean 20G" run --cache "$T/c" --cache-size 20 x
+misuse "cache rm --cache-size without a unit" "5 is 5 bytes: did you mean 5G" cache rm --cache-size 5 "$T/c"
+
+head -c 20000 /dev/zero | tr '\0' 'a' | sed 's/aa/a b/g' >"$T/long"
+check "longer than the model" 1 "this model holds 4096: shorten it" "$K3" run -q --prompt-file "$T/long"
+check "longer than the model, with its largest context" 1 "this model holds 4096, whatever --context says: shorten it" \
+    "$K3" run -q --context 4096 --prompt-file "$T/long"
+check "longer than the context" 1 "6 ids.*holds 4: raise --context to 6 or more" "$K3" run -q --context 4 "$PARIS"
+
+check "OMP_NUM_THREADS is not read" 0 "OMP_NUM_THREADS=77 is not read; [0-9]+ threads, and --threads N" env OMP_NUM_THREADS=77 "$K3" run --tokens 1 "$PARIS"
+check "OMP_NUM_THREADS and --threads" 0 "" env OMP_NUM_THREADS=77 "$K3" run --threads 1 --tokens 1 --model "$DEMO" -q "$PARIS"
+env OMP_NUM_THREADS=77 "$K3" run --threads 1 --tokens 1 "$PARIS" 2>&1 | grep -q OMP_NUM && fail "--threads is enough said" "a note" || pass "--threads is enough said"
+
+"$K3" -V >"$T/out" 2>"$T/err"
+if [ -e .git ] && command -v git >/dev/null; then
+    grep -Eq "^k3 [0-9.]+ \(k3-[a-z0-9-]+\), commit [0-9a-f]{12}" "$T/out" && pass "--version has the commit" || fail "--version has the commit" "$(cat "$T/out")"
+else
+    skip "--version has the commit" "no git checkout"
+fi
+
+mkdir -p "$T/hub/snapshots/abc"
+check "a download cache" 3 "inside its snapshots" "$K3" run --model "$T/hub" x
+echo x >"$T/some.gguf"
+check "a GGUF file" 3 "not GGUF files" "$K3" run --model "$T/some.gguf" x
+check "no model there: what is expected" 3 "no readable config.json.*holds config.json, tiktoken.model" "$K3" info --model "$T"
+broken noshards model-00002-of-000003.safetensors
+rm "$T/noshards/model-00001-of-000003.safetensors"
+check "two missing shards" 3 "model-00001-of-000003.*model-00002-of-000003.*1 of 3 shards are there" "$K3" verify --model "$T/noshards"
+broken other config.json
+echo '{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}' >"$T/other/config.json"
+check "another architecture" 3 "this model is Qwen3MoeForCausalLM .model_type qwen3_moe.; k3 runs Kimi K3" "$K3" run -q --model "$T/other" x
+
+check "after a plan" 0 "next: \`k3 plan --released\`" "$K3" plan
+check "after a plan of a model" 0 "next: \`k3 chat --model $DEMO\`" "$K3" plan --model "$DEMO"
+check "after a plan without files" 0 "next: \`hf download moonshotai/Kimi-K3 --local-dir DIR\`" "$K3" plan --released --gflops 40
+check "after verify" 0 "next: \`k3 verify --write-sums --model $DEMO\`" "$K3" verify --model "$DEMO"
+check "after verify, without a tokenizer" 0 "tiktoken.model is absent" "$K3" verify --model "$T/notok"
+check "how a key is made" 0 "" "$K3" help run
+grep -q "umask 077; openssl rand -base64 32 >key" "$T/out" && pass "help of --psk-file" || fail "help of --psk-file" "no"
+for word in "k3 run \"The capital" "k3 plan --released" "k3 chat --model DIR" "Make text" "K3_MODEL"; do
+    "$K3" --help | grep -qF "$word" && pass "help: $word" || fail "help: $word" "absent"
+done
+misuse "help --man of no command" "unknown command 'nope'" help --man nope
+misuse "help --man of two" "help takes one command" help --man run chat
+
+# A box that accepts and never speaks, one where nobody listens: one line says that none was of use.
+check "nobody listens" 0 "no box was of use .unix:$T/no.sock.: none was there" "$K3" run --tokens 2 --tier "unix:$T/no.sock" "$PARIS"
+check "nobody listens, bench" 0 "no box was of use" "$K3" bench --tokens 1 --tier "unix:$T/no.sock"
+check "nobody listens, quiet" 0 "" "$K3" run -q --tokens 2 --tier "unix:$T/no.sock" "$PARIS"
+if command -v python3 >/dev/null; then
+    python3 -c 'import socket,sys,time; s=socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(8); time.sleep(60)' "$T/mute.sock" &
+    mute=$!
+    for _ in $(seq 100); do [ -S "$T/mute.sock" ] && break; sleep 0.05; done
+    check "a box that never speaks" 0 "no box was of use .unix:$T/mute.sock" "$K3" run --tokens 2 --tier "unix:$T/mute.sock" "$PARIS"
+    kill $mute
+    wait $mute 2>/dev/null
+else
+    skip "a box that never speaks" "no python3"
+fi
+
+# ---- The plan of prompts ---------------------------------------------------------------------
+
+cmp -s share/Kimi-K3/config.json tests/data/k3_config.json && pass "the released config" || fail "the released config" "not that of tests/data"
+check "plan --released" 0 "" "$K3" plan -q --released --ram 16G --threads 16 --gflops 40 --disk-rate 7 --context 16384
+row() { sed -n "s/^ *\($1 ids.*\)/\1/p" "$T/out" | tr -s ' '; }
+expect "plan --released: 100 ids" "$(row 100)" "100 ids 1.19 TiB 32 s 3 min"
+expect "plan --released: 1000 ids" "$(row 1000)" "1000 ids 2.80 TiB 5 min 7 min"
+expect "plan --released: 10000 ids" "$(row 10000)" "10000 ids 28.02 TiB 60 min 73 min"
+expect "plan --released: chat" "$(row 88)" "88 ids 1.13 TiB 28 s 3 min chat's own, by the released tokenizer"
+grep -q "40 GFLOP/s each, as given" "$T/out" && pass "plan says what it computes with" || fail "plan says what it computes with" "no"
+"$K3" plan -q --released --ram 16G >"$T/out"
+expect "three disks" "$(grep -c "3 GB/s     7 GB/s    14 GB/s" "$T/out")" 1
+grep -q "10000 ids.*with --context 10000" "$T/out" && pass "a prompt beyond the context" || fail "a prompt beyond the context" "no"
+"$K3" plan -q --ram 55M --gflops 40 >"$T/out"
+echo '{"messages":[{"role":"user","content":""}]}' >"$T/empty.json"
+n_chat=$("$K3" chat -q --render "$T/empty.json" --ids-only | tr ',' '\n' | wc -l)
+grep -Eq "^ +$n_chat ids .* chat's own$" "$T/out" && pass "chat's own ids, counted" || fail "chat's own ids, counted" "$n_chat: $(grep chat "$T/out")"
+if command -v python3 >/dev/null; then
+    expect "chat's own ids, of the released tokenizer" "$(python3 -c '
+import json
+pins = json.load(open("tests/data/tokenizer_pins.json"))
+ids = next(c["ids"] for c in pins["chat"] if c["name"] == "user_turn")
+sep, close = 163589, 163588
+ends = [i for i, x in enumerate(ids) if x == close]
+text = ids[:ends[1]][::-1].index(sep)  # between the user message and its end
+print(len(ids) - text)')" 88
+else
+    skip "chat's own ids, of the released tokenizer" "no python3"
+fi
+misuse "--released and --model" "--released is a plan without files: not with --model" plan --released --model "$DEMO"
+misuse "--released and --reader" "not with --reader" plan --released --reader
+misuse "--disk-rate 0" "a disk of 0" plan --disk-rate 0
+check "plan --released below the floor" 4 "floor" "$K3" plan -q --released --ram 100M
 
 # ---- JSON, dumps, traces -------------------------------------------------------------------
 

@@ -860,6 +860,60 @@ static void test_config_file(void) {
     CHECK_EQ_INT(k3_engine_open(&e, &o, NULL), K3_EUSAGE);
 }
 
+/* Another architecture is called by its name; a config of our own keeps the message about its field. */
+static void test_config_stranger(void) {
+    static const char *const text[][3] = {
+        {"{\"model_type\":\"qwen3_moe\",\"architectures\":[\"Qwen3MoeForCausalLM\"]}",
+         "Qwen3MoeForCausalLM (model_type qwen3_moe)", "k3 runs Kimi K3"},
+        {"{\"architectures\":[\"LlamaForCausalLM\"]}", "this model is LlamaForCausalLM;", "hidden_act"},
+        {"{\"model_type\":\"gpt_oss\",\"text_config\":{}}", "of another type (model_type gpt_oss)",
+         "no other architecture"},
+        {"{\"model_type\":\"\\u001b[31m\\nx y\",\"architectures\":\"\"}", "?[31m?x?y", "Kimi K3"},
+        {"{\"model_type\":\"kimi_k3\"}", "config.json: field hidden_act is missing", "released"},
+        {"{\"architectures\":[\"KimiK3ForConditionalGeneration\"]}", "config.json: field hidden_act",
+         "missing"},
+        {"{\"architectures\":[]}", "config.json: field hidden_act", "missing"},
+        {"{\"model_type\":7}", "config.json: field hidden_act", "missing"},
+    };
+    for (size_t i = 0; i < sizeof text / sizeof *text; i++) {
+        box_empty();
+        box_text("config.json", text[i][0]);
+        REFUSE2(text[i][0], K3_EMODEL, text[i][1], text[i][2]);
+    }
+    box_fresh();
+}
+
+/* config.json alone gives the shape and the plan that all headers give, and nothing that needs weights. */
+static void test_config_only(void) {
+    k3_options o;
+    k3_engine *e = NULL, *whole = NULL;
+    k3_session *s = NULL;
+    k3_options_default(&o);
+    o.model_dir = box;
+    o.ram_bytes = 60u << 20;
+    o.headers_only = true;
+    box_fresh();
+    CHECK_EQ_INT(k3_engine_open(&whole, &o, &err), 0);
+    for (int i = 1; i < 5; i++) must(unlink(box_path(BOX_FILE[i])) == 0, "unlink");
+    o.headers_only = false;
+    o.config_only = true;
+    int n_fds = fd_count();
+    CHECK_EQ_INT(k3_engine_open(&e, &o, &err), 0);
+    if (e && whole) {
+        CHECK(memcmp(k3_engine_plan(e), k3_engine_plan(whole), sizeof(k3_plan)) == 0);
+        CHECK(memcmp(k3_engine_shape(e), k3_engine_shape(whole), sizeof(k3_shape)) == 0);
+        CHECK_EQ_INT(k3_engine_verify(e, &err), K3_EUSAGE);
+        CHECK_EQ_INT(k3_engine_write_sums(e, true, &err), K3_EUSAGE);
+        CHECK_EQ_INT(k3_session_new(&s, e, 16, &err), K3_EUSAGE);
+        CHECK(k3_engine_fingerprint(e) == 0);
+        CHECK(!k3_expert_has(e, 1, 0));
+    }
+    k3_engine_close(e);
+    CHECK_EQ_INT(fd_count(), n_fds);
+    k3_engine_close(whole);
+    box_fresh();
+}
+
 /* ---- Headers ---------------------------------------------------------------------------- */
 
 typedef struct {
@@ -1210,6 +1264,35 @@ static void test_index_shards(void) {
     REFUSE("a shard with control characters", K3_EMODEL, "named by the index");
 }
 
+/* A download that stopped is told once, with all that is absent or cut short. */
+static void test_index_incomplete(void) {
+    char map[4096] = ALL_SHARDS, two[200];
+    box_fresh();
+    must(unlink(box_path(S1)) == 0 && unlink(box_path(S3)) == 0, S1);
+    snprintf(two, sizeof two, "nor is one more (%s): 1 of 3", S3);
+    REFUSE2("two absent shards", K3_EMODEL, S1, two);
+    box_fresh();
+    for (int i = 0; i < 40; i++) {
+        char pair[96];
+        snprintf(pair, sizeof pair, ",\"x%d\":\"s%02d.safetensors\"", i, i);
+        strcat(map, pair);
+    }
+    index_map(map);
+    REFUSE2("forty absent shards", K3_EMODEL, "s00.safetensors: named by the index",
+            "nor are 39 others (s01.safetensors, s02.safetensors, s03.safetensors, s04.safetensors, "
+            "s05.safetensors, ...): 3 of 43");
+    box_fresh();
+    box_write(S1, "\x20\0\0\0\0\0\0\0{", 9);
+    box_write(S3, "\x20", 1);
+    snprintf(two, sizeof two, "one more shard is refused too: %s", S3);
+    REFUSE2("two shards cut short", K3_EMODEL, "is larger than the file", two);
+    box_fresh();
+    box_write(S2, "\x20", 1);
+    REFUSE2("one shard cut short", K3_EMODEL, S2, "is no safetensors file; download it again");
+    CHECK(strstr(err.text, "refused too") == NULL);
+    box_fresh();
+}
+
 static void test_index_text(void) {
     static const char *const bad[] = {
         "", "{", "[]", "nonsense", "{}", "{\"metadata\":{}}", "{\"metadata\":{}", "{\"weight_map\":[]}",
@@ -1530,6 +1613,8 @@ static void test_refusals(void) {
     test_config_text();
     test_config_deep();
     test_config_file();
+    test_config_stranger();
+    test_config_only();
     test_header_entries();
     test_header_missing();
     test_header_twice();
@@ -1538,6 +1623,7 @@ static void test_refusals(void) {
     test_header_length();
     test_shard_truncated();
     test_index_shards();
+    test_index_incomplete();
     test_index_text();
     test_index_many();
     test_shard_files();

@@ -197,7 +197,7 @@ ends "unfinished" 0 "; 2 shards were there" "${slice[@]}" --size 1500K --shard 2
 diff -rq "$T/s" "$T/k" >"$T/err" && pass || fail "unfinished" "other bytes"
 unfinish
 truncate -s -1 "$T/k/model-00002-of-000007.safetensors"
-ends "unfinished, the second shard cut short" 0 "; 1 shards were there" "${slice[@]}" --size 1500K --shard 200K --out "$T/k"
+ends "unfinished, the second shard cut short" 0 "; 1 shard was there" "${slice[@]}" --size 1500K --shard 200K --out "$T/k"
 diff -rq "$T/s" "$T/k" >"$T/err" && pass || fail "unfinished, cut short" "other bytes"
 unfinish
 exec 9>>"$T/k/k3.slice.part"
