@@ -29,7 +29,7 @@ K3_EDIT := $(shell echo 'int el_init(void); int main(void) { return el_init(); }
              $(CC) $(LDFLAGS) -x c -o /dev/null - -ledit 2>/dev/null && echo edit)
 
 # Kernel sets of the machine that will run it, each with its own flags and no other file's.
-K3_TARGET := $(shell $(CC) -dumpmachine)
+K3_TARGET := $(shell $(CC) -dumpmachine 2>/dev/null)
 K3_SETS   := $(if $(filter x86_64%,$(K3_TARGET)),avx2 avx512,$(if $(filter aarch64%,$(K3_TARGET)),neon))
 K3_FLAGS_avx2   = -mavx2 -mfma
 K3_FLAGS_avx512 = -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma \
@@ -69,15 +69,23 @@ TESTS  += $(BUILD)/test_screen $(BUILD)/test_forecast $(BUILD)/libk3.a
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
           $(BUILD)/replay_state $(BUILD)/replay_tier $(BUILD)/replay_slice
 
-.PHONY: all gpu demo test test-gpu test-model test-big asan tsan neon fuzz bench golden install \
+.PHONY: all gpu demo test test-long test-gpu test-model test-big asan tsan neon fuzz bench golden install \
         uninstall clean help always
 all: $(BUILD)/k3 $(BUILD)/k3-tier
+
+# Without a compiler only these make sense; `make demo` installs one.
+ifeq ($(K3_TARGET),)
+ifneq ($(filter-out demo help clean uninstall,$(or $(MAKECMDGOALS),all)),)
+$(error there is no C compiler "$(CC)" here; `make demo` or `scripts/deps.sh build` installs one on Debian and Ubuntu)
+endif
+endif
 
 help:
 	@echo "make             build $(BUILD)/k3 ($(CC), $(K3_TARGET): ref $(K3_SETS)$(K3_EDIT:%= lib%)$(if $(K3_CURL), libcurl))"
 	@echo "make gpu         the same, with the GPU arm of k3-tier (nvcc)"
-	@echo "make demo        install what is missing, build, run the bundled model"
-	@echo "make test        all tests that need no big weights and no network"
+	@echo "make demo        install what is missing, build, run the bundled model, say what to do next"
+	@echo "make test        the tests that need no big weights and no network (under 5 minutes)"
+	@echo "make test-long   the tests that take longer, or need root or the network"
 	@echo "make test-gpu    the GPU arm against the CPU's bits (nvcc and a device)"
 	@echo "make test-model  the tests of a real directory: MODEL=DIR"
 	@echo "make test-big    exp, tanh, sigmoid over every f32 input; streaming at true"
@@ -145,6 +153,11 @@ $(BUILD)/%.o: %.c | $(BUILD)
 $(BUILD)/test_engine $(BUILD)/test_model $(BUILD)/test_stream: $(BUILD)/%: tests/%.c $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(PARTS) $(K3_LIBS)
+
+# What bounds each test, and what it started; never under a sanitizer.
+$(BUILD)/guard: tests/guard.c | $(BUILD)
+	$(call say,CC   $<)
+	$(Q)$(CC) -std=c99 -D_GNU_SOURCE -O1 $(K3_WARN) -o $@ $<
 
 $(BUILD)/tier_chaos: tests/tier_chaos.c | $(BUILD)
 	$(call say,CC   $<)
@@ -221,14 +234,20 @@ $(BUILD)/replay_state: tests/fuzz_state.c tests/fuzz_replay.c $(BUILD)/k3_state.
 $(BUILD):
 	$(Q)mkdir -p $@ $@/cli $@/tier
 
+# The second make looks at this machine again, now that there is a compiler.
 demo:
 	$(Q)scripts/deps.sh build
-	$(Q)scripts/deps.sh test || echo "without them some tests are skipped"
+	$(Q)scripts/deps.sh test || echo "make demo: some of what the tests use is missing; those tests are skipped"
 	$(Q)$(MAKE) --no-print-directory all
-	$(BUILD)/k3 run "The capital of France is"
+	@echo "\$$ $(BUILD)/k3 run \"The capital of France is\""
+	@$(BUILD)/k3 run "The capital of France is"
+	@scripts/next.sh "$(BUILD)/k3"
 
-test: all $(TESTS) $(REPLAYS)
+test: all $(TESTS) $(REPLAYS) $(BUILD)/guard
 	$(Q)CC="$(CC)" BUILD=$(BUILD) K3_SAN="$(K3_SAN)" K3_LIBS="$(K3_LIBS)" tests/run.sh $(TEST_ARGS)
+
+test-long: all $(TESTS) $(REPLAYS) $(BUILD)/guard
+	$(Q)CC="$(CC)" BUILD=$(BUILD) K3_SAN="$(K3_SAN)" K3_LIBS="$(K3_LIBS)" tests/run_long.sh $(TEST_ARGS)
 
 test-gpu:
 	$(Q)BUILD=$(BUILD) NVCC="$(NVCC)" tests/test_gpu.sh

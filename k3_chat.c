@@ -124,26 +124,64 @@ static int error_memory(k3_error *err) { return error_set(err, K3_ENOMEM, "no me
 
 #define INTEGER_MARK "E+0000000" /* on integers: json-c keeps the text of decimals only */
 
-/* The text with every integer marked. */
-static void json_mark(buf *out, const char *p, size_t n) {
+/* Bytes of the UTF-8 character at p, of n bytes, and its code point; 0: not well formed. */
+static size_t utf8_read(const char *p, size_t n, uint32_t *point) {
+    static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};
+    const uint8_t *u = (const uint8_t *)p;
+    size_t width = u[0] < 0xc0 ? 0 : u[0] < 0xe0 ? 2 : u[0] < 0xf0 ? 3 : u[0] < 0xf8 ? 4 : 0;
+    if (width == 0 || width > n) return 0;
+    *point = u[0] & (0x7fu >> width);
+    for (size_t i = 1; i < width; i++) {
+        if ((u[i] & 0xc0) != 0x80) return 0;
+        *point = *point << 6 | (u[i] & 0x3fu);
+    }
+    bool is_surrogate = *point >= 0xd800 && *point <= 0xdfff;
+    return *point < least[width] || *point > 0x10ffff || is_surrogate ? 0 : width;
+}
+
+/* One character of a string, an escape included, or of what is between values; its bytes, or 0 where
+ * a string is not UTF-8 (json-c 0.16 takes characters that are not the shortest). json-c 0.18
+ * in its strict mode refuses every byte above 0x7f in a string, so these become escapes. */
+static size_t json_mark_char(buf *out, const char *p, size_t n, bool is_string) {
+    uint32_t c;
+    bool is_ascii = !is_string || !(p[0] & 0x80);
+    size_t width = is_ascii ? 0 : utf8_read(p, n, &c);
+    if (is_ascii) {
+        width = is_string && p[0] == '\\' && n > 1 && !(p[1] & 0x80) ? 2 : 1;
+        buf_add(out, p, width);
+    } else if (width && c < 0x10000) {
+        buf_printf(out, "\\u%04x", (unsigned)c);
+    } else if (width) {
+        c -= 0x10000;
+        buf_printf(out, "\\u%04x\\u%04x", (unsigned)(0xd800 | c >> 10),
+                   (unsigned)(0xdc00 | (c & 0x3ff)));
+    }
+    return width;
+}
+
+/* Write the text as every json-c reads it: strings in ASCII and, where `is_marked`, integers marked.
+ * Stops early where `out` reaches `most` bytes, and where a string is not UTF-8. Returns the bytes
+ * of p that were taken. */
+static size_t json_mark(buf *out, const char *p, size_t n, bool is_marked, size_t most) {
     bool is_string = false;
-    for (size_t i = 0, from; i < n; buf_add(out, p + from, i - from)) {
-        from = i;
+    size_t i = 0;
+    while (i < n && out->n < most && !out->is_short) {
+        size_t from = i;
         if (is_string || !strchr("-0123456789", p[i]) || !p[i]) {
-            if (is_string && p[i] == '\\' && i + 1 < n)
-                i++;
-            else if (p[i] == '"')
-                is_string = !is_string;
-            i++;
+            if (p[i] == '"') is_string = !is_string;
+            i += json_mark_char(out, p + i, n - i, is_string);
+            if (i == from) break;
             continue;
         }
-        bool is_integer = true;
+        bool is_integer = is_marked;
         for (; i < n && p[i] && strchr("+-.eE0123456789", p[i]); i++)
             if (strchr("+.eE", p[i])) is_integer = false;
+        size_t sign = p[from] == '-';
+        bool is_zero_first = i - from > sign + 1 && p[from + sign] == '0'; /* 01 is no number */
         buf_add(out, p + from, i - from);
-        if (is_integer) buf_puts(out, INTEGER_MARK);
-        from = i;
+        if (is_integer && !is_zero_first) buf_puts(out, INTEGER_MARK);
     }
+    return i;
 }
 
 enum { LINE_DEPTH = 64, NOTES_DEPTH = 80, MOST_VALUES = 20000 };
@@ -164,12 +202,9 @@ static size_t json_count_values(const char *p, size_t n) {
     return n_values;
 }
 
-/* p[n] is 0. NULL with *why NULL is the JSON null. */
-static json_object *json_parse_strict(const char *p, size_t n, int depth, size_t *at,
-                                      const char **why) {
-    *at = 0;
-    *why = "more than 20000 values";
-    if (json_count_values(p, n) > MOST_VALUES) return NULL;
+/* Text of json_mark's; p[n] is 0. */
+static json_object *json_parse_ascii(const char *p, size_t n, int depth, size_t *at,
+                                     const char **why) {
     *why = "no memory";
     json_tokener *k = json_tokener_new_ex(depth);
     json_object *o = NULL;
@@ -193,19 +228,37 @@ static json_object *json_parse_strict(const char *p, size_t n, int depth, size_t
     return NULL;
 }
 
-/* A JSON value, every number with its own text. p[n] is 0. *why: NULL, or what is wrong at *at. */
-static json_object *json_read(const char *p, size_t n, size_t *at, const char **why) {
-    buf marked = {0};
-    json_object *o = json_parse_strict(p, n, LINE_DEPTH, at, why);
-    if (*why) return NULL;
-    json_object_put(o);
-    o = NULL;
-    json_mark(&marked, p, n);
-    size_t marked_at;
+/* NULL with *why NULL is the JSON null. *why: NULL, or what is wrong at byte *at. */
+static json_object *json_parse(const char *p, size_t n, int depth, bool is_marked, size_t *at,
+                               const char **why) {
+    buf text = {0}, before = {0};
+    json_object *o = NULL;
+    *at = 0;
+    *why = "more than 20000 values";
+    if (json_count_values(p, n) > MOST_VALUES) return NULL;
     *why = "no memory";
-    if (!marked.is_short) o = json_parse_strict(marked.p, marked.n, LINE_DEPTH, &marked_at, why);
-    buf_free(&marked);
+    size_t taken = json_mark(&text, p, n, is_marked, SIZE_MAX);
+    if (!text.is_short && taken < n) {
+        *at = taken;
+        *why = "invalid UTF-8";
+    } else if (!text.is_short) {
+        o = json_parse_ascii(buf_text(&text), text.n, depth, at, why);
+    }
+    if (*why && *at > 0 && taken == n)
+        *at = json_mark(&before, p, n, is_marked, *at); /* that place in p */
+    buf_free(&text);
+    buf_free(&before);
     return o;
+}
+
+static json_object *json_parse_strict(const char *p, size_t n, int depth, size_t *at,
+                                      const char **why) {
+    return json_parse(p, n, depth, false, at, why);
+}
+
+/* A JSON value, every number with its own text. */
+static json_object *json_read(const char *p, size_t n, size_t *at, const char **why) {
+    return json_parse(p, n, LINE_DEPTH, true, at, why);
 }
 
 static int json_key_order(const void *a, const void *b) {

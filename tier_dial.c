@@ -427,11 +427,17 @@ static int dial_fail(tier_link *l, const tier_addr *a, int rc) {
     char no_tls[sizeof l->detail + 32];
     long number = 0;
     curl_easy_getinfo(l->curl, CURLINFO_OS_ERRNO, &number);
-    l->was_there = rc == CURLE_PEER_FAILED_VERIFICATION || rc == CURLE_SSL_CONNECT_ERROR;
+    l->was_there = rc == CURLE_PEER_FAILED_VERIFICATION || rc == CURLE_SSL_CONNECT_ERROR ||
+                   rc == CURLE_SSL_CACERT_BADFILE;
     switch (rc) {
     case -1: return link_fail(l, "given up");
     case CURLE_OPERATION_TIMEDOUT: return dial_said(l, a, "no answer to the dial");
     case CURLE_PEER_FAILED_VERIFICATION: return dial_distrust(l, a);
+    case CURLE_SSL_CACERT_BADFILE: /* a minimal system has no authorities of its own */
+        return link_fail(l,
+                         "no trust in the box's certificate (%s): give who signed it with %s-ca, "
+                         "or install ca-certificates",
+                         said, l->flag);
     case CURLE_SSL_CONNECT_ERROR:
         snprintf(no_tls, sizeof no_tls, "no TLS 1.3 there: %s", said);
         return dial_said(l, a, no_tls);

@@ -15,8 +15,8 @@ for set in "${@:-build}"; do
     case $set in
     build) want="$want gcc make libc6-dev libjson-c-dev liburing-dev
            libxxhash-dev libedit-dev libzstd-dev libssl-dev libcurl4-openssl-dev" ;;
-    test) want="$want python3 python3-numpy zstd openssl iproute2 nftables" ;;
-    ci) want="$want clang libomp-dev libclang-rt-14-dev gcc-aarch64-linux-gnu qemu-user
+    test) want="$want python3 python3-numpy zstd openssl iproute2 nftables pkgconf groff-base" ;;
+    ci) want="$want clang libomp-dev @libclang-rt gcc-aarch64-linux-gnu qemu-user
               libc6-dev-arm64-cross libjson-c-dev:arm64 liburing-dev:arm64
               libzstd-dev:arm64 libssl-dev:arm64" ;;
     *) echo "deps.sh: unknown set '$set': build, test or ci" >&2; exit 2 ;;
@@ -28,11 +28,25 @@ if ! command -v dpkg-query >/dev/null; then
     exit 0
 fi
 
-missing=""
-for package in $want; do
-    status=$(dpkg-query -W -f '${Status}' "$package" 2>/dev/null || true)
-    [ "$status" = "install ok installed" ] || missing="$missing $package"
-done
+# clang's runtime of the sanitizers carries clang's version in its name
+clang_rt() {
+    version=$(dpkg-query -W -f '${Version}' clang 2>/dev/null) ||
+        version=$(apt-cache policy clang | sed -n 's/^  Candidate: //p')
+    version=${version#*:}
+    echo "libclang-rt-${version%%.*}-dev"
+}
+native=$(dpkg --print-architecture)
+missing_of() {
+    missing=""
+    for package in $want; do
+        [ "$package" = @libclang-rt ] && package=$(clang_rt)
+        arch=$native # one line for each architecture that the package is installed for
+        case $package in *:*) arch=${package#*:} ;; esac
+        dpkg-query -W -f '${Status} ${Architecture}\n' "$package" 2>/dev/null |
+            grep -Eq "^install ok installed ($arch|all)$" || missing="$missing $package"
+    done
+}
+missing_of
 [ -n "$missing" ] || exit 0
 
 sudo=""
@@ -40,8 +54,27 @@ if [ "$(id -u)" != 0 ]; then
     command -v sudo >/dev/null || { echo "deps.sh: as root, install:$missing" >&2; exit 1; }
     sudo=sudo
 fi
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+# apt ARGUMENT...: apt-get, which waits up to five minutes for another one's locks: of dpkg by itself,
+# of its lists here
+apt() {
+    n=0
+    until $sudo env LC_ALL=C DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 "$@" </dev/null >"$log" 2>&1; do
+        if ! grep -q 'Could not get lock' "$log" || [ $n -ge 60 ]; then
+            cat "$log" >&2
+            echo "deps.sh: apt-get $1 failed; as root, install:$missing" >&2
+            exit 1
+        fi
+        [ $n -gt 0 ] || echo "deps.sh: another apt is at work; waiting for it, up to 5 minutes" >&2
+        n=$((n + 1))
+        sleep 5
+    done
+}
 echo "installing:$missing" >&2
 case $missing in *:arm64*) $sudo dpkg --add-architecture arm64 ;; esac
-$sudo apt-get -qq update
+apt update
+missing_of # the lists may only now say which clang this is
 # shellcheck disable=SC2086
-DEBIAN_FRONTEND=noninteractive $sudo apt-get -qq install -y --no-install-recommends $missing >/dev/null
+apt install -y --no-install-recommends $missing

@@ -13,8 +13,24 @@ MODEL=${1:-demo}
 T=$(mktemp -d "${TMPDIR:-/tmp}/k3-$suite-XXXXXX") || exit 1
 n_passed=0 n_failed=0 n_skipped=0
 pids=()
-stop() { # PID...
-    { kill "$@" && wait "$@"; } 2>/dev/null
+# await PID SECONDS: until that child has ended, or so long; its status, or 124
+await() {
+    for _ in $(seq $(($2 * 50))); do
+        kill -0 "$1" 2>/dev/null || break
+        sleep 0.02
+    done
+    ! kill -0 "$1" 2>/dev/null || return 124
+    wait "$1"
+}
+stop() { # PID...: told to end, and killed after ten seconds; the status of the last
+    local pid rc=0
+    kill "$@" 2>/dev/null
+    for pid; do
+        await "$pid" 10
+        rc=$?
+        [ $rc != 124 ] || { echo "FAIL $suite: process $pid does not end"; kill -9 "$pid"; wait "$pid"; }
+    done 2>/dev/null
+    return $rc
 }
 at_end() { :; }
 trap '[ ${#pids[@]} = 0 ] || stop "${pids[@]}"; at_end; rm -rf "$T"' EXIT

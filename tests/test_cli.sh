@@ -780,6 +780,11 @@ stopped() {
         sleep 0.05
     done
     kill -$signal $pid
+    for _ in $(seq 600); do
+        kill -0 $pid 2>/dev/null || break
+        sleep 0.05
+    done
+    kill -9 $pid 2>/dev/null # after half a minute it does not end by itself
     wait $pid
 }
 for sig in INT TERM; do

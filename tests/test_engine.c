@@ -22,7 +22,7 @@ static long n_mallocs; /* allocations by the engine itself */
 #include "test.h"
 
 static const char *demo_dir, *scripts_dir, *data_dir;
-static bool is_quick;
+static bool is_quick, is_short; /* --short, of `make test`: less of what is slow */
 
 #define MAX_IDS 1024
 
@@ -147,12 +147,13 @@ static void test_golden_all(void) {
             SKIP(*k);
             continue;
         }
-        bool is_slow = is_quick || strcmp(*k, "ref") == 0;
+        bool is_slow = is_quick || is_short || strcmp(*k, "ref") == 0;
+        int n_few = is_short && strcmp(*k, "ref") == 0 ? 4 : 13;
         test_golden(*k, 1, 64, 0, !is_quick ? 1 : strcmp(*k, "ref") == 0 ? 13 : 6);
         for (int t = 0; t < 3; t++)
             for (int c = 0; c < 3; c++)
                 if (!is_slow || t == c)
-                    test_golden(*k, threads[t], chunks[c], is_slow ? 0 : 2, is_slow ? 13 : 5);
+                    test_golden(*k, threads[t], chunks[c], is_slow ? 0 : 2, is_slow ? n_few : 5);
     }
 }
 
@@ -301,9 +302,9 @@ static void test_same_bits(const char *dir, const uint32_t *prompt, size_t n, si
                 k3_error err;
                 hashes h;
                 k3_session *s;
-                bool is_slow = is_quick || strcmp(*k, "ref") == 0;
+                bool is_slow = is_quick || is_short || strcmp(*k, "ref") == 0;
                 if (is_slow && (t != c || (t == 1 && n > 200))) continue;
-                if (is_quick && n > 200 && strcmp(*k, "ref") == 0) continue;
+                if ((is_quick || is_short) && n > 200 && strcmp(*k, "ref") == 0) continue;
                 k3_engine *e = open_model(dir, *k, threads[t], chunks[c]);
                 if (!CHECK(e && k3_session_new(&s, e, 0, &err) == 0)) return;
                 CHECK(generate(s, prompt, n, n_gen, out, &h) == 0);
@@ -361,7 +362,7 @@ static void test_second_block(const char *tmp) {
     }
     test_same_bits(demo_dir, ids, is_quick ? 260 : 300, 4, "two MLA blocks");
     snprintf(trace, sizeof trace, "%s/long.bin", tmp);
-    if (is_quick ||
+    if (is_quick || is_short ||
         !CHECK(run_reference("run '%s' --ids %s --tokens 2 --out '%s'", demo_dir, list, trace)))
         return;
     trace_file t = {.f = NULL};
@@ -386,7 +387,7 @@ static void test_reference(void) {
     }
     if (!CHECK(mkdtemp(tmp) != NULL)) return;
     test_second_block(tmp);
-    for (size_t i = 0; !is_quick && i < sizeof preset / sizeof *preset; i++)
+    for (size_t i = 0; !is_quick && i < (is_short ? 1 : sizeof preset / sizeof *preset); i++)
         test_preset(tmp, preset[i]);
     snprintf(command, sizeof command, "rm -rf '%s'", tmp);
     CHECK(system(command) == 0);
@@ -882,11 +883,12 @@ static void test_sampler_plain(void) {
 int main(int argc, char **argv) {
     test_begin("engine");
     if (argc < 4)
-        return fprintf(stderr, "usage: test_engine DEMO_DIR SCRIPTS_DIR DATA_DIR [--quick]\n"), 2;
+        return fprintf(stderr, "usage: test_engine DEMO_DIR SCRIPTS_DIR DATA_DIR [--quick | --short]\n"), 2;
     demo_dir = argv[1];
     scripts_dir = argv[2];
     data_dir = argv[3];
     is_quick = argc > 4 && strcmp(argv[4], "--quick") == 0;
+    is_short = argc > 4 && strcmp(argv[4], "--short") == 0;
     test_oracle();
     test_router();
     test_sampler();

@@ -587,7 +587,7 @@ box kept --ram 1G --keep "$T/kept"
 held kept 100
 check "kept, killed, started again" 100 --tier "unix:$T/kept.sock"
 ends "stage the rest" 0 "156 experts sent .*, 100 skipped" stage kept
-{ kill $box && wait $box; } 2>/dev/null # told to end, it writes all
+stop $box # told to end, it writes all
 expect "what is kept" "$(awk '$1 == "experts" { print $2 }' "$T/kept/k3.slice"; cd "$T/kept" && echo *.safetensors)" \
     "256
 kept-000000.safetensors kept-000100.safetensors"
@@ -622,7 +622,7 @@ if mkdir "$T/tight" && mount -t tmpfs -o size=300k none "$T/tight" 2>/dev/null; 
     box tight -q --ram 1G --keep "$T/tight/k"
     ends "stage to a full disk" 0 "100 experts sent" stage tight --size 979200
     kill $box
-    wait $box
+    await $box 20
     expect "kept on a full disk" "$? $(grep -c "No space left.*make room" "$T/tight.err") $(ls "$T/tight/k")" "1 1 config.json"
     umount "$T/tight"
 else
@@ -636,7 +636,7 @@ if [ -x "$T/sum" ]; then
     held kept 100
     grep -q "left out" "$T/kept.err" && fail "a shard that was not listed" "was read"
     ends "in place of a shard that was not listed" 0 "156 experts sent .*, 100 skipped" stage kept
-    { kill $box && wait $box; } 2>/dev/null
+    stop $box
     box kept --ram 1G --keep "$T/kept"
     held kept 256
     check "a list that was behind" 300 --tier "unix:$T/kept.sock"

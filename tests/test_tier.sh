@@ -361,8 +361,11 @@ rm "$T/moved.sock"
 echo precious >"$T/moved.sock"
 stop "${pids[-1]}"
 [ "$(cat "$T/moved.sock" 2>/dev/null)" = precious ] && pass || fail "a file in its socket's place" "it is gone"
-box hung_up
-kill -HUP "${pids[-1]}" && wait "${pids[-1]}"
+# Under nohup this shell ignores SIGHUP and so would the box: env sets it back.
+env --default-signal=HUP "$K3_TIER" -q --model "$MODEL" --ram 1G --threads 1 --listen "unix:$T/hung_up.sock" 2>"$T/hung_up.err" &
+pids+=($!)
+for _ in $(seq 200); do [ -S "$T/hung_up.sock" ] && break; sleep 0.02; done
+kill -HUP "${pids[-1]}" && await "${pids[-1]}" 20
 [ $? = 0 ] && [ ! -e "$T/hung_up.sock" ] && pass || fail "SIGHUP" "not an end like any other"
 (trap '' HUP && exec "$K3_TIER" --model "$MODEL" --ram 1G --threads 1 --listen "unix:$T/nohup.sock" 2>"$T/nohup.err") &
 pids+=($!)

@@ -16,7 +16,18 @@ is_device=
 [ "${2:-}" = --device ] && is_device=1
 T=$(mktemp -d "${TMPDIR:-/tmp}/k3-vram-XXXXXX") || exit 1
 n_passed=0 n_failed=0 n_skipped=0 box=
-trap 'kill $box $(pgrep -f "$T/k3-gpu") 2>/dev/null; rm -rf "$T"' EXIT
+# boxes: the processes that serve one of this test's sockets; the pattern's bracket keeps grep from
+# finding itself
+boxes() { grep -la "$T/k3-gp[u]" /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3 | tr '\n' ' '; }
+# stop: the box is told to end, and killed after ten seconds
+stop() {
+    [ -n "$box" ] || return
+    kill "$box"
+    for _ in $(seq 500); do kill -0 "$box" || break; sleep 0.02; done
+    kill -9 "$box" && fail "the box" "does not end"
+    wait "$box"
+} 2>/dev/null
+trap 'kill $box $(boxes) 2>/dev/null; rm -rf "$T"' EXIT
 args=(-q --json --no-stop --model "$MODEL" --tokens 24 --threads 1 --ram "${RAM:-90M}")
 prompt="Once upon a time there was a duck"
 
@@ -36,7 +47,7 @@ wait_for() { # FIGURE N
     fail "the box" "$1 is $(stat_of "$1"), not $2 or more"
 }
 box() { # OPTION...
-    [ -z "$box" ] || { kill "$box" && wait "$box"; } 2>/dev/null
+    stop
     rm -f "$T/box.sock"
     "$K3_TIER" --model "$MODEL" --gpu --threads 1 --listen "unix:$T/box.sock" "$@" 2>"$T/box.err" &
     box=$!
@@ -83,7 +94,7 @@ held=$(stat_of experts_held) vram=$(stat_of vram_experts_held)
 if [ "$held" -gt "$vram" ] && [ "$held" -le "$one" ]; then pass; else fail "half in VRAM" "$held held, $vram of them there, $one in all"; fi
 
 if [ -n "$is_device" ]; then
-    kill "$box" && wait "$box" 2>/dev/null
+    stop
     export K3_TIER XDG_RUNTIME_DIR=$T
     for again in 1 2; do # started, joined
         timeout -k 1 60 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$prompt" >"$T/out" 2>"$T/err"
@@ -121,7 +132,7 @@ done
 cp -r "$MODEL" "$T/model with a space"
 export FAKE_GPU_UPLOAD_US=3000
 for keep in "" "--keep $T/kept"; do
-    [ -z "$box" ] || { kill "$box" && wait "$box"; } 2>/dev/null
+    stop
     rm -f "$T/box.sock"
     # shellcheck disable=SC2086
     "$K3_TIER" --gpu --threads 1 --ram "$((floor + 60 * 12400 + (${#keep} > 0 ? 9000000 : 0)))" --vram 1G --listen "unix:$T/box.sock" $keep 2>"$T/box.err" &
@@ -134,7 +145,7 @@ for keep in "" "--keep $T/kept"; do
     run; check "staged into VRAM $keep" gpu_experts_served_total 200
 done
 unset FAKE_GPU_UPLOAD_US
-kill "$box" && wait "$box" 2>/dev/null
+stop
 n=$(grep -cE '^[0-9]+ [0-9]+ [0-9a-f]{16}$' "$T/kept/k3.slice")
 [ "$n" = 256 ] && pass || fail "staged, kept" "$n experts listed"
 "$K3_TIER" --ram 1M --slice "$T/kept" --listen "unix:$T/no.sock" 2>&1 | grep -q "give" && pass || fail "staged, kept" "the slice is not whole"
@@ -155,7 +166,6 @@ box --ram 1G --vram 1G # from here on nobody else's
 # Started and joined by a flag: one box for two that come at once, and it holds on to nothing of
 # whoever started it.
 export K3_TIER XDG_RUNTIME_DIR=$T
-boxes() { pgrep -f "$T/k3-gpu" | tr '\n' ' '; }
 gpu_run() { timeout -k 1 60 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$@" "$prompt" >"$T/out" 2>"$T/err"; }
 (timeout -k 1 120 "$K3" run "${args[@]}" --gpu "$prompt" >"$T/other.out" 2>&1 9>"$T/held") &
 other=$!

@@ -36,7 +36,7 @@ certificate() { # NAME AUTHORITY NAMES DAYS
     here=DNS:localhost,DNS:box.test,IP:127.0.0.1,IP:::1
     authority ca && authority strangers &&
         certificate box ca $here 2 &&
-        certificate late ca $here -1 &&
+        certificate late ca $here 0 && # over by the time that it is used; OpenSSL 3.5 takes no -1
         certificate elsewhere ca DNS:elsewhere.test 2 &&
         certificate client ca DNS:client 2 &&
         certificate stranger strangers DNS:client 2 &&
