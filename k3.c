@@ -35,6 +35,7 @@
 #include "k3.h"
 #include "k3_common.h"
 #include "k3_error.h"
+#include "k3_json.h"
 #include "k3_state.h"
 #include "k3_temp.h"
 
@@ -595,9 +596,11 @@ static json_object *json_parse(const char *text, size_t n, int depth, const char
     enum json_tokener_error e = json_tokener_get_error(tok);
     size_t end = json_tokener_get_parse_end(tok);
     while (e == json_tokener_success && end < n && strchr(" \t\r\n", text[end]) && text[end]) end++;
-    if (e != json_tokener_success || end < n) {
+    bool is_twice = e == json_tokener_success && json_has_key_twice(text, n, v);
+    if (e != json_tokener_success || end < n || is_twice) {
         const char *why = e == json_tokener_continue  ? "ends too early"
                           : e != json_tokener_success ? json_tokener_error_desc(e)
+                          : is_twice                  ? "an object has a key twice"
                                                       : "has text after its end";
         fail(err, K3_EMODEL, "%s: not valid JSON: %s at byte %zu; download the file again", what,
              why, end);

@@ -16,6 +16,8 @@
 
 #include "cli/calls.h"
 #include "cli/complete.h"
+#include "k3_json.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -220,6 +222,10 @@ static json_object *json_parse_ascii(const char *p, size_t n, int depth, size_t 
         e = json_tokener_error_parse_unexpected;
     }
     json_tokener_free(k);
+    if (e == json_tokener_success && json_has_key_twice(p, n, o)) {
+        *why = "an object has a key twice";
+        e = json_tokener_error_parse_unexpected;
+    }
     if (e == json_tokener_success) {
         *why = NULL;
         return o; /* NULL is the JSON null */

@@ -27,6 +27,7 @@
  * look-ups only read. Source: K3-SPEC 4.1 to 4.3.
  */
 #include "k3_error.h"
+#include "k3_json.h"
 #include "k3_unicode.h"
 
 #include <errno.h>
@@ -417,6 +418,11 @@ static int specials_parse(k3_tokenizer *t, const char *text, size_t n_bytes, k3_
     if (end < n_bytes) {
         rc = fail(err, K3_EMODEL, "%s: more after the end of the object, at byte %zu", CONFIG_FILE,
                   end);
+        goto done;
+    }
+    if (json_has_key_twice(text, n_bytes, root)) {
+        rc = fail(err, K3_EMODEL, "%s: an object has a key twice; download the file again",
+                  CONFIG_FILE);
         goto done;
     }
     if (!json_object_is_type(root, json_type_object) ||

@@ -25,6 +25,7 @@ struct tier_tls_conn {
     int fd, n_reads; /* since the call began */
     bool was_vain;   /* the last recv        */
     short wants;
+    bool is_up;   /* the handshake was whole, before whatever came then */
     bool is_over; /* after a fault OpenSSL is not called again */
     char why[160];
 };
@@ -185,7 +186,7 @@ static ssize_t conn_result(tier_tls_conn *c, int rc) {
     conn_drain(c);
     if (e != SSL_ERROR_SSL) return -1; /* a goodbye, or the socket broke */
     ssl_words(words, sizeof words);
-    if (SSL_is_init_finished(c->ssl) && strstr(words, "unexpected eof")) return -1;
+    if (c->is_up && strstr(words, "unexpected eof")) return -1;
     long v = SSL_get_verify_result(c->ssl);
     if (v == X509_V_OK)
         snprintf(c->why, sizeof c->why, "TLS: %s", words);
@@ -200,6 +201,7 @@ ssize_t tier_tls_recv(tier_tls_conn *c, void *p, size_t n) {
     ERR_clear_error();
     c->n_reads = 0;
     int got = SSL_read(c->ssl, p, n < INT_MAX ? (int)n : INT_MAX);
+    c->is_up = c->is_up || SSL_is_init_finished(c->ssl);
     c->was_vain = got <= 0 && c->n_reads > 1; /* the last one found nothing, or was not made */
     if (got <= 0) return conn_result(c, got);
     c->wants = 0;

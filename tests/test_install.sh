@@ -8,7 +8,7 @@ set -u
 export LC_ALL=C
 cd "$(dirname "$0")/.." || exit 1
 : "${BUILD:=build}" "${CC:=cc}" "${K3_SAN:=}"
-: "${K3_LIBS:=-lcurl -luring -lpcre2-8 -ljson-c -lzstd -lcrypto -lpthread -lm}"
+: "${K3_LIBS:=-lcurl -luring -ljson-c -lzstd -lcrypto -lpthread -lm}"
 unset K3_MODEL
 T=$(mktemp -d) || exit 1
 trap 'rm -rf "$T"' EXIT

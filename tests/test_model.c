@@ -785,6 +785,14 @@ static void test_config_text(void) {
         box_text("config.json", no_json[i]);
         REFUSE(no_json[i], K3_EMODEL, "config.json: not valid JSON");
     }
+    static const char *const twice[] = {"{\"a\":1,\"a\":1}", "{\"b\":[{\"a\":1,\"\\u0061\":2}]}",
+                                        "{\"a:\\\":\":{\"a\":1,\"b\":2,\"a\":3}}"};
+    for (size_t i = 0; i < sizeof twice / sizeof *twice; i++) {
+        box_text("config.json", twice[i]);
+        REFUSE(twice[i], K3_EMODEL, "config.json: not valid JSON: an object has a key twice");
+    }
+    box_text("config.json", "{\"a:\\\":\":[{\"a\":\"b:c\"},{\"a\":{}}]}");
+    REFUSE("no key twice", K3_EMODEL, "is missing");
     box_text("config.json", "");
     REFUSE("empty config", K3_EMODEL, "config.json: empty");
     box_text("config.json", "{}");

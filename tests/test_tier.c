@@ -366,6 +366,57 @@ static void test_store(const char *dir) {
     CHECK_EQ_INT(sv.st.n_evicted, 1);
 }
 
+/* Connection i of the server, and the other end of it. */
+static conn *conn_of(int i, enum conn_state state, uint8_t from, int *other) {
+    conn *c = &sv.conns[i];
+    int fd[2];
+    CHECK_EQ_INT(socketpair(AF_UNIX, SOCK_STREAM, 0, fd), 0);
+    memset(c, 0, sizeof *c);
+    CHECK(conn_room(c, 4096, 4096));
+    c->fd = fd[0];
+    c->state = state;
+    c->since_ns = c->sent_ns = clock_ns();
+    c->from[0] = from;
+    *other = fd[1];
+    return c;
+}
+
+/* Another key is refused, counted and said; looks are few, and who has most of them loses one; of who
+ * said no hello, too. */
+static void test_places(void) {
+    const uint8_t wrong[TIER_PROOF_BYTES] = {0};
+    uint64_t refused = sv.stats[TIER_STAT_REFUSED], bad = sv.stats[TIER_STAT_BAD];
+    int other[8];
+    conn *c = conn_of(0, C_PROOF, 0, &other[0]);
+    sv.key.n = TIER_MIN_KEY;
+    CHECK(!conn_proof(&sv, c, wrong, sizeof wrong));
+    sv.key.n = 0;
+    CHECK_EQ_INT(sv.stats[TIER_STAT_REFUSED], refused + 1);
+    CHECK_EQ_INT(sv.stats[TIER_STAT_BAD], bad + 1);
+    close(other[0]);
+    conn *mine = conn_of(1, C_STATUS, 1, &other[1]), *theirs = conn_of(2, C_STATUS, 2, &other[2]);
+    conn_of(3, C_STATUS, 2, &other[3]);
+    mine->since_ns -= 1000000; /* the longest silent, but alone from there */
+    lookers_thin(&sv);
+    CHECK(mine->state == C_STATUS && theirs->state == C_FREE);
+    for (int i = 1; i < 4; i++) {
+        if (sv.conns[i].state != C_FREE) conn_close(&sv, &sv.conns[i], NULL);
+        close(other[i]);
+    }
+    for (int i = 0; i < 5; i++) conn_of(i, C_HELLO, i < 4 ? 7 : 8, &other[i]);
+    CHECK(conn_greedy(&sv, (uint8_t[8]){9}) == &sv.conns[0]);
+    CHECK(conn_greedy(&sv, (uint8_t[8]){7}) == NULL);
+    log_gate gate = {.since_ns = clock_ns()};
+    for (int i = 0; i < LOG_LINES; i++) CHECK(log_may(&gate, "tests"));
+    CHECK(!log_may(&gate, "tests"));
+    gate.since_ns -= 3000000000u;
+    CHECK(log_may(&gate, "tests"));
+    for (int i = 0; i < 5; i++) {
+        conn_close(&sv, &sv.conns[i], NULL);
+        close(other[i]);
+    }
+}
+
 /* Who looks or stages and says nothing loses its place; who stages is company. */
 static void test_idle(void) {
     for (enum conn_state state = C_UP; state <= C_STAGE; state++) {
@@ -457,6 +508,7 @@ int main(int argc, char **argv) {
     test_addresses();
     test_store(dir);
     test_idle();
+    test_places();
     test_strangers();
     server_close(&sv);
     return test_finish();

@@ -322,6 +322,8 @@ refused() { # NAME PATTERN OPTION...
 refused "an open address without a key" "psk-file" --listen 0.0.0.0:0
 refused "all addresses of IPv6 without a key" "psk-file" --listen '[::]:0'
 refused "metrics for all" "insecure" --listen "unix:$T/m.sock" --metrics 0.0.0.0:0
+refused "metrics for all, with the other's option" "metrics-insecure" --listen "unix:$T/m.sock" --metrics 0.0.0.0:0 --insecure
+refused "an open address, with the option of metrics" "psk-file" --listen 0.0.0.0:0 --metrics-insecure
 printf 'short' >"$T/short"
 printf 'a key of more than sixteen bytes\n' >"$T/key"
 printf 'another key of more than sixteen bytes\n' >"$T/other"
@@ -347,8 +349,23 @@ check "no key" 0 --tier "unix:$T/keyed.sock"
 [ "$(field far_served)" = 0 ] && pass || fail "no key" "was let in"
 check "another key" 0 --tier "unix:$T/keyed.sock" --psk-file "$T/other"
 [ "$(field far_served)" = 0 ] && pass || fail "another key" "was let in"
-check "a box without the key" 0 --tier "unix:$T/warm.sock" --psk-file "$T/key"
-[ "$(field far_served)" = 0 ] && pass || fail "a box without the key" "was believed"
+# A key belongs to an address: one that is stated for a box must be asked for there, the key of all boxes
+# only by plain addresses of other machines.
+check "a box without the key stated for it" 0 --tier "unix:$T/warm.sock,psk=$T/key"
+[ "$(field far_served)" = 0 ] && pass || fail "a box without the key stated for it" "was believed"
+both() { # NAME OPTION...: the hash, with two boxes that are up
+    check "$@"
+    "$K3" run "${args[@]:1}" --ram "$ram" "${@:3}" >"$T/out" 2>"$T/err"
+    grep -q "up, holds" "$T/err" && ! grep -q "key" "$T/err" && pass || { fail "$1" "they are not both up"; grep "note:" "$T/err"; }
+}
+both "a key for one of two boxes" 300 --tier "unix:$T/warm.sock" --tier "unix:$T/keyed.sock,psk=$T/key"
+both "one key for all, and a box without" 300 --tier "unix:$T/warm.sock" --tier "unix:$T/keyed.sock" --psk-file "$T/key"
+check "its own key before the one of all" 300 --tier "unix:$T/keyed.sock,psk=$T/key" --psk-file "$T/other"
+[ "$(field far_served)" -gt 0 ] && pass || fail "its own key before the one of all" "was not let in"
+ends "a key file that is not there" 2 "key file $T/none: No such file" "$K3" run "${args[@]}" --tier "unix:$T/warm.sock,psk=$T/none"
+ends "an address before a key" 2 "is no address" "$K3" run "${args[@]}" --tier ",psk=$T/key"
+"$K3_TIER" status "unix:$T/warm.sock" --psk-file "$T/key" >"$T/out" 2>&1
+[ $? = 1 ] && grep -q "not the one meant" "$T/out" && pass || fail "status with a key of a box without" "$(head -1 "$T/out")"
 # A libcrypto without HMAC-SHA256, at both ends: nobody is believed, whatever key he has.
 printf 'openssl_conf = a\n[a]\nproviders = b\n[b]\nnull = c\n[c]\nactivate = 1\n' >"$T/null.cnf"
 OPENSSL_CONF=$T/null.cnf box nohmac --psk-file "$T/key"
@@ -391,6 +408,58 @@ if grep -q '^HTTP/1.0 200' "$T/metrics" && grep -q '^k3_tier_experts_held 256' "
 else
     fail "metrics" "$(head -1 "$T/metrics")"
 fi
+# A head of 8 KB, as a bearer token makes it; one of more than 16 KB is answered too.
+for n in 500 8000 40000; do
+    { exec 3<>/dev/tcp/127.0.0.1/$port && printf 'GET /metrics HTTP/1.1\r\nAuthorization: Bearer %*s\r\n\r\n' $n x >&3 &&
+        cat <&3 >"$T/metrics"; } 2>"$T/err"
+    exec 3>&-
+    [ $n -le 8000 ] && want_http=200 || want_http=431
+    grep -q "^HTTP/1.0 $want_http" "$T/metrics" && pass || fail "metrics, a head of $n bytes" "$(head -1 "$T/metrics")"
+done
+[ "$(stat -c %a "$T/dump")" = 600 ] && pass || fail "dump" "mode $(stat -c %a "$T/dump")"
+stop $box
+(umask 0; : >"$T/dump2"; chmod 666 "$T/dump2"; box wide --dump "$T/dump2"; stat -c %a "$T/dump2" >"$T/mode"; stop "$box")
+[ "$(cat "$T/mode")" = 600 ] && pass || fail "dump into a file that is there" "mode $(cat "$T/mode")"
+
+# Strangers: 300 connections that say nonsense.
+start_box crowd --model "$MODEL" --ram 1G
+python3 - "$T/crowd.sock" <<'PY' 2>"$T/err" && pass || fail "strangers" "a look was refused: $(tail -1 "$T/err")"
+import socket, sys
+path = sys.argv[1]
+def dial():
+    s = socket.socket(socket.AF_UNIX)
+    s.settimeout(10)
+    s.connect(path)
+    return s
+for _ in range(300):
+    s = dial()
+    s.sendall(b"nonsense" * 8)
+    try:
+        while s.recv(4096): pass
+    except ConnectionError: pass
+PY
+grep -Eq '^k3-tier: 20[0-9-]+T[0-9:]+Z client [0-9]+, unix: not a frame' "$T/crowd.err" && pass || fail "the log" "no time, or no peer"
+[ "$(wc -l <"$T/crowd.err")" -lt 60 ] && pass || fail "strangers" "$(wc -l <"$T/crowd.err") lines in the log"
+(ulimit -n 40; exec "$K3_TIER" --model "$MODEL" --ram 1G --threads 1 --listen "unix:$T/few.sock" 2>"$T/few.err") &
+box=$!
+pids+=($box)
+held few 256
+python3 - "$T/few.sock" $box <<'PY' 2>"$T/err" && pass || fail "no descriptor left" "$(tail -1 "$T/err")"
+import socket, sys, time
+path, pid = sys.argv[1:]
+ticks = lambda: sum(map(int, open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[11:13]))
+held = []
+for _ in range(40):                          # more than it has descriptors for, with those of the files
+    s = socket.socket(socket.AF_UNIX)
+    s.setblocking(False)
+    try: s.connect(path)
+    except BlockingIOError: pass
+    held.append(s)
+time.sleep(0.2)
+before = ticks()
+time.sleep(1)
+if ticks() - before > 30: sys.exit(f"{ticks() - before} ticks in a second of waiting")
+PY
 stop $box
 n=$(grep -c 'client [0-9]* -> request' "$T/dump")
 m=$(grep -c 'client [0-9]* <- reply' "$T/dump")

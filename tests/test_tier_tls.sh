@@ -185,8 +185,9 @@ box() {
     new_port
     addr=${addr//@/$port}
     listen_box "$addr" "$@"
-    mine=(--psk-file "$T/psk" --tls-ca "$T/ca.pem" --tls-cert "$T/client.pem" --tls-key "$T/client.key")
-    case $addr in tls:*) ;; *) mine=(--psk-file "$T/psk") ;; esac
+    mine=(--tls-ca "$T/ca.pem" --tls-cert "$T/client.pem" --tls-key "$T/client.key")
+    case $addr in tls:*) ;; *) mine=() ;; esac
+    case $* in *--psk-file*) mine+=(--psk-file "$T/psk") ;; esac
     addr=${addr//0.0.0.0/127.0.0.1}
     for _ in $(seq 300); do
         "$K3_TIER" status "$addr" "${mine[@]}" >"$T/status" 2>&1
