@@ -388,9 +388,9 @@ static void test_places(void) {
     uint64_t refused = sv.stats[TIER_STAT_REFUSED], bad = sv.stats[TIER_STAT_BAD];
     int other[8];
     conn *c = conn_of(0, C_PROOF, 0, &other[0]);
-    sv.key.n = TIER_MIN_KEY;
+    sv.key[KEY_ASKS][0].n = TIER_MIN_KEY, sv.o.n_keys[KEY_ASKS] = 1;
     CHECK(!conn_proof(&sv, c, wrong, sizeof wrong));
-    sv.key.n = 0;
+    sv.key[KEY_ASKS][0].n = 0, sv.o.n_keys[KEY_ASKS] = 0;
     CHECK_EQ_INT(sv.stats[TIER_STAT_REFUSED], refused + 1);
     CHECK_EQ_INT(sv.stats[TIER_STAT_BAD], bad + 1);
     close(other[0]);
