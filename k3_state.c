@@ -42,6 +42,7 @@
  * the speed of level 1 and 1 % more bytes.
  */
 #include "k3_error.h"
+#include "k3_pool.h"
 #include "k3_state.h"
 
 #include <dirent.h>
@@ -460,12 +461,42 @@ static void section_unpack(worker *w, int fd, const char *name) {
  * from the page cache, and one core copies no faster than a good drive.
  */
 
+#define SECTION_NS 1000000 /* what a section roughly takes one thread */
+
+/* Sections that are packed, written or read at the same time. */
+typedef struct {
+    worker *w;
+    int fd;
+    const char *name;
+} section_loop;
+
+static void pack_one(void *ctx, size_t i, int i_thread) {
+    const section_loop *l = ctx;
+    (void)i_thread;
+    section_pack(&l->w[i]);
+}
+
+static void write_one(void *ctx, size_t i, int i_thread) {
+    const section_loop *l = ctx;
+    worker *w = &l->w[i];
+    (void)i_thread;
+    w->rc = write_at(l->fd, w->stored, SECTION_BYTES + (size_t)w->n_stored, w->at, l->name, &w->err);
+}
+
+static void unpack_one(void *ctx, size_t i, int i_thread) {
+    const section_loop *l = ctx;
+    (void)i_thread;
+    section_unpack(&l->w[i], l->fd, l->name);
+}
+
 /* Section by section to `fd`, over what an earlier writer left there, then the header, which makes it a
  * state. `h` is that of the engine; what the writing finds out is filled in. */
 static int state_write(k3_session *s, int fd, const char *name, const void *app, uint64_t n_app,
                        head *h, k3_error *err) {
     k3_engine *e = k3_state_engine(s);
+    k3_pool *pool = k3_state_pool(e);
     worker w[MAX_WORKERS];
+    section_loop all = {w, fd, name};
     size_t n_ids;
     const uint32_t *ids = k3_session_ids(s, &n_ids);
     h->n_pos = n_ids;
@@ -482,18 +513,14 @@ static int state_write(k3_session *s, int fd, const char *name, const void *app,
     walk at = {.s = s, .n_pos = n_ids, .n_app = n_app, .app = (uint8_t *)app}; /* read only */
     while (rc == 0 && n == n_workers) {
         for (n = 0; n < n_workers && walk_next(&at, &w[n].piece); n++) w[n].rc = 0;
-#pragma omp parallel for num_threads(n_workers) schedule(static)
-        for (int i = 0; i < n; i++) section_pack(&w[i]); /* no floating point here */
+        pool_run(pool, (size_t)n, SECTION_NS, pack_one, &all);
         uint64_t from = h->file_bytes;
         for (int i = 0; i < n; i++) {
             w[i].at = h->file_bytes;
             h->file_bytes += SECTION_BYTES + w[i].n_stored;
             h->raw_bytes += w[i].piece.n;
         }
-#pragma omp parallel for num_threads(n_workers) schedule(static)
-        for (int i = 0; i < n; i++)
-            w[i].rc = write_at(fd, w[i].stored, SECTION_BYTES + (size_t)w[i].n_stored, w[i].at,
-                               name, &w[i].err);
+        pool_run(pool, (size_t)n, SECTION_NS, write_one, &all);
         for (int i = n - 1; i >= 0; i--)
             if (w[i].rc < 0) rc = fail(err, w[i].rc, "%s", w[i].err.text);
         h->n_sections += (uint64_t)n;
@@ -515,7 +542,9 @@ static int state_write(k3_session *s, int fd, const char *name, const void *app,
 static int state_read(k3_session *s, int fd, const char *name, const head *h, void *app,
                       k3_error *err) {
     k3_engine *e = k3_state_engine(s);
+    k3_pool *pool = k3_state_pool(e);
     worker w[MAX_WORKERS];
+    section_loop all = {w, fd, name};
     uint64_t room, at = HEAD_BYTES, raw = 0, n_sections = 0;
     uint8_t *scratch = k3_state_begin(e, &room);
     int n_workers = workers_open(w, scratch, room, k3_engine_threads(e), false), n = n_workers;
@@ -531,8 +560,7 @@ static int state_read(k3_session *s, int fd, const char *name, const head *h, vo
             n_sections++;
         }
         if (rc < 0) break;
-#pragma omp parallel for num_threads(n_workers) schedule(static)
-        for (int i = 0; i < n; i++) section_unpack(&w[i], fd, name);
+        pool_run(pool, (size_t)n, SECTION_NS, unpack_one, &all);
         for (int i = n - 1; i >= 0; i--)
             if (w[i].rc < 0) rc = fail(err, w[i].rc, "%s", w[i].err.text);
     }

@@ -37,6 +37,9 @@ int k3_state_resume(k3_session *s, uint64_t n_pos, uint64_t n_doubtful, const ch
 void *k3_state_begin(k3_engine *e, uint64_t *room);
 void k3_state_end(k3_engine *e);
 
+/* The threads that compute; between begin and end they are the caller's. */
+struct k3_pool *k3_state_pool(const k3_engine *e);
+
 /* As k3_engine_fingerprint, with the reason when it cannot be had. */
 int k3_state_fingerprint(const k3_engine *e, uint64_t *out, k3_error *err);
 

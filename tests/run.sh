@@ -11,8 +11,6 @@ cd "$(dirname "$0")/.." || exit 1
 : "${BUILD:=build}" "${CC:=cc}"
 export BUILD CC
 export K3="$BUILD/k3"
-# More threads than cores are tested: let them sleep at barriers instead of spinning.
-export OMP_WAIT_POLICY=passive
 quick=${1:-}
 only_bits=
 [ "$quick" = --bits ] && only_bits=1 quick=--quick
@@ -50,6 +48,7 @@ replay() {
 # shellcheck disable=SC2086
 compute() {
     run "$BUILD/test_kernels" $quick
+    run "$BUILD/test_pool"
     run "$BUILD/test_text"
     run "$BUILD/test_model"
     run "$BUILD/test_engine" demo scripts tests/data $quick
