@@ -172,7 +172,7 @@ void pool_run(k3_pool *p, size_t n, uint64_t unit_ns, pool_fn fn, void *ctx) {
         for (size_t i = 0; i < n; i++) fn(ctx, i, 0);
         return;
     }
-    uint64_t loop = (p->ticket >> 32) + 1;
+    uint64_t loop = (__atomic_load_n(&p->ticket, __ATOMIC_RELAXED) >> 32) + 1;
     __atomic_store_n(&p->ticket, (loop << 32) | UINT32_MAX, __ATOMIC_SEQ_CST); /* closed */
     __atomic_store_n(&p->fn, fn, __ATOMIC_RELEASE);
     __atomic_store_n(&p->ctx, ctx, __ATOMIC_RELEASE);

@@ -40,36 +40,39 @@ static bool run(k3_pool *p, counter *c, size_t n, uint64_t unit_ns) {
     return n_wrong == 0 && c->sum == (n ? (uint64_t)n * (n - 1) / 2 : 0) && c->n_strange == 0;
 }
 
-static void test_loops(int n_threads, int n_loops) {
-    static counter c;
+/* Loops of all lengths. Returns how many went wrong. */
+static size_t loops(int n_threads, int n_loops) {
+    counter *c = calloc(1, sizeof *c);
     k3_pool *p = n_threads ? pool_open(n_threads) : NULL;
     size_t n_wrong = 0;
-    c = (counter){.n_threads = n_threads ? n_threads : 1};
+    c->n_threads = n_threads ? n_threads : 1;
     for (int k = 0; k < n_loops; k++) {
         size_t n = (size_t)k * 7919 % (k % 3 ? 40 : MOST);
         uint64_t unit_ns = k % 4 == 0 ? 0 : k % 4 == 1 ? 100 : k % 4 == 2 ? 10000 : 1000000000;
-        c.sleep_us = k % 64 == 9 ? 50 : 0;           /* longer than a worker spins */
+        c->sleep_us = k % 64 == 9 ? 50 : 0;           /* longer than a worker spins */
         if (k % 50 == 0) usleep(POOL_SPIN_NS / 500); /* all sleep */
-        n_wrong += !run(p, &c, n, unit_ns);
+        n_wrong += !run(p, c, n, unit_ns);
     }
-    CHECK_EQ_INT(n_wrong, 0);
     pool_close(p);
+    free(c);
+    return n_wrong;
 }
 
 /* Pools that end at once, and two that work at the same time. */
 static void *other_main(void *arg) {
-    (void)arg;
-    test_loops(3, 300);
+    *(size_t *)arg = loops(3, 300);
     return NULL;
 }
 
 static void test_many(void) {
     for (int i = 0; i < 50; i++) pool_close(pool_open(1 + i % 9));
-    for (int i = 0; i < 50; i++) test_loops(1 + i % 5, 2);
+    for (int i = 0; i < 50; i++) CHECK_EQ_INT(loops(1 + i % 5, 2), 0);
     pthread_t other;
-    if (pthread_create(&other, NULL, other_main, NULL) != 0) return;
-    test_loops(2, 300);
+    size_t n_other = 1;
+    if (pthread_create(&other, NULL, other_main, &n_other) != 0) return;
+    CHECK_EQ_INT(loops(2, 300), 0);
     pthread_join(other, NULL);
+    CHECK_EQ_INT(n_other, 0);
 }
 
 /* Whoever calls has another rounding mode: the pool's functions never see it. */
@@ -125,8 +128,8 @@ static void test_min(void) {
 
 int main(void) {
     test_begin("pool");
-    for (int n = 0; n <= 8; n++) test_loops(n, 2000);
-    test_loops(33, 300);
+    for (int n = 0; n <= 8; n++) CHECK_EQ_INT(loops(n, 2000), 0);
+    CHECK_EQ_INT(loops(33, 300), 0);
     test_many();
     test_rounding();
     test_idle();
