@@ -16,7 +16,6 @@ say     = @echo "  $(1)"
 K3_BITS = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errno \
           -fno-trapping-math
 K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
-K3_OMP ?= -fopenmp
 K3_LIBS = $(K3_CURL) -luring -ljson-c -lzstd -lssl -lcrypto -lpthread -lm
 
 # libcurl dials far boxes. CURL=0, and what is linked statically, does without it, without TLS and
@@ -48,7 +47,7 @@ GPU_ARCHS  ?= $(foreach n,80 89 90 100 120,$(if $(filter compute_$(n),$(GPU_KNOW
 GPU_LIBS    = -L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt
 GPU_OBJECTS = $(BUILD)/gpu_tier.o $(BUILD)/gpu_bench.o
 
-ALL_CFLAGS = -I. $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_OMP) $(K3_SAN) $(K3_SETS:%=-DK3_HAVE_%) -MMD -MP
+ALL_CFLAGS = -I. $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_SAN) $(K3_SETS:%=-DK3_HAVE_%) -MMD -MP
 ALL_CFLAGS += $(if $(K3_CURL),-DK3_CURL)
 # Where a program that is not installed finds the bundled model, where an installed one does, and which
 # commit it is (COMMIT= for a source tree that is no git checkout).
@@ -57,13 +56,13 @@ PLACE_DIRS := -DK3_SOURCE_DIR='"$(CURDIR)"' -DK3_BUILD_DIR='"$(abspath $(BUILD))
               -DK3_SHARE_DIR='"$(PREFIX)/share/k3"' $(if $(COMMIT),-DK3_COMMIT='"$(COMMIT)"')
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
-PARTS   = $(BUILD)/k3_temp.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
+PARTS   = $(BUILD)/k3_temp.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 COMMANDS = $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(BUILD)/k3_gpu.o
 COMMANDS += $(addprefix $(BUILD)/cli/,screen.o place.o forecast.o manual.o calls.o complete.o)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
-          $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/tier_chaos $(BUILD)/tls_bad \
+          $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/test_pool $(BUILD)/tier_chaos $(BUILD)/tls_bad \
           $(BUILD)/k3-tier-fake
 TESTS  += $(BUILD)/test_screen $(BUILD)/test_forecast $(BUILD)/libk3.a
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
@@ -222,6 +221,10 @@ $(BUILD)/test_kernels: tests/test_kernels.c $(BUILD)/k3.o $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 
+$(BUILD)/test_pool: tests/test_pool.c $(BUILD)/k3_pool.o
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) -lpthread
+
 $(BUILD)/replay_%: tests/fuzz_%.c tests/fuzz_replay.c $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
@@ -268,10 +271,9 @@ asan:
 	$(Q)$(MAKE) --no-print-directory test BUILD=$(BUILD)-asan TEST_ARGS=--quick \
 	  CFLAGS="-O1 -g -fno-omit-frame-pointer" K3_SAN="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 
-# OpenMP's barriers are unknown to ThreadSanitizer: one compute thread, and those that read.
 tsan:
 	$(Q)$(MAKE) --no-print-directory test BUILD=$(BUILD)-tsan TEST_ARGS=--quick CC=clang \
-	  CFLAGS="-O1 -g" K3_OMP=-Wno-unknown-pragmas K3_SAN=-fsanitize=thread
+	  CFLAGS="-O1 -g" K3_SAN=-fsanitize=thread
 
 neon:
 	$(Q)tests/test_neon.sh || test $$? -eq 77
@@ -295,7 +297,7 @@ $(BUILD)/libk3.a: $(ENGINE)
 
 # Programs, man pages and completion (made from the option table), header, library, k3.pc, licence, the
 # bundled model and the released config. uninstall removes exactly what install wrote.
-INSTALL = BUILD="$(BUILD)" PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" LIBS="$(K3_OMP) $(K3_LIBS)" scripts/install.sh
+INSTALL = BUILD="$(BUILD)" PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" LIBS="$(K3_LIBS)" scripts/install.sh
 install: all $(BUILD)/libk3.a
 	$(Q)$(INSTALL) install
 	@echo "installed in $(DESTDIR)$(PREFIX); k3 help"

@@ -1,9 +1,9 @@
 /* experts.h - one expert's arithmetic and bytes, for the two programs that compute experts.
  *
- * k3.c computes them beside the trunk, tier_server.c for others; a second copy of the arithmetic
- * would sooner or later give a second set of bits. Three parts:
- *   1. the six tensors of an expert and where they lie;
- *   2. one tile of rows of w1, w3 and of w2, inline;
+ * k3.c computes experts beside the trunk, tier_server.c for other machines; a second copy of the
+ * arithmetic would sooner or later give a second set of bits. Three parts:
+ *   1. the format of an expert: its tensors, their lengths, the product of some rows with vectors;
+ *   2. a batch: several experts, each for the rows that want it, into one exact sum (experts.c);
  *   3. what k3.c does for the server: read an expert, checked, and name the model.
  * Internal: nothing here is part of the library's interface.
  */
@@ -11,33 +11,43 @@
 #define K3_EXPERTS_H
 
 #include "k3.h"
+#include "k3_pool.h"
 #include "kernels.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #if defined(__SSE2__)
 #include <xmmintrin.h>
 #endif
 
-/* ---- 1. Six tensors ---------------------------------------------------------------
+/* ---- 1. The format ------------------------------------------------------------------
  *
- * In the order their bytes lie in a slot: w1, w3 [inter][latent], w2 [latent][inter]. */
+ * An expert is three matrices: w1 and w3 [inter][latent], w2 [latent][inter]. MXFP4 stores each as
+ * packed nibbles and scale codes. The six tensors are listed in the order their bytes lie in a slot. */
 enum { W1_PACKED, W1_SCALE, W3_PACKED, W3_SCALE, W2_PACKED, W2_SCALE, N_EXPERT_TENSORS };
+enum expert_matrix { EXPERT_W1, EXPERT_W3, EXPERT_W2 };
 
-/* Where they lie in memory. */
+/* Where the tensors of one expert lie in memory. */
 typedef struct {
     const uint8_t *p[N_EXPERT_TENSORS];
 } expert_view;
 
-/* Their lengths; returns the sum of them, the bytes of one expert. latent, inter % K3_GROUP == 0 */
+/* What a batch has to know of a way to store experts. Another format is another one of these. */
+typedef struct {
+    const char *name;
+    const char *tensor[N_EXPERT_TENSORS]; /* names in a checkpoint, after "experts.N." */
+    /* Length of each tensor; returns their sum, the bytes of one expert. */
+    uint64_t (*lengths)(uint64_t latent, uint64_t inter, uint64_t n[N_EXPERT_TENSORS]);
+    /* y[t][r] = rows [row, row + n_rows) of one matrix with n_cols columns, times xp[t] in the order of dot16.
+     * Shapes  y: f32[batch][n_rows]   xp: packed f32[batch][n_cols]   row % K3_GROUP == 0 */
+    void (*matmul)(const k3_kernels *k, float *y, const expert_view *x, enum expert_matrix m,
+                   size_t row, size_t n_rows, size_t n_cols, const float *xp, size_t batch);
+} expert_format;
+
+extern const expert_format expert_mxfp4;
+
 static inline uint64_t expert_lengths(uint64_t latent, uint64_t inter,
                                       uint64_t n[N_EXPERT_TENSORS]) {
-    for (int k = 0; k < N_EXPERT_TENSORS; k++) n[k] = latent * inter / (k % 2 ? K3_GROUP : 2);
-    return 3 * (n[W1_PACKED] + n[W1_SCALE]);
+    return expert_mxfp4.lengths(latent, inter, n);
 }
-
-/* ---- 2. Arithmetic (K3-SPEC 3.5, NUMERICS 2, 3, 5) --------------------------------- */
 
 /* Round to nearest, subnormals kept, no traps (NUMERICS 1): every thread that computes, on entry. A
  * few cycles. */
@@ -49,23 +59,18 @@ static inline void fp_default(void) {
 #endif
 }
 
-/* Output rows a thread takes at a time: three packed groups, and a multiple of the 6 rows that the
- * kernels keep in flight. */
-#define ROW_TILE 96
+/* ---- 2. A batch (K3-SPEC 3.5, NUMERICS 2, 3, 5) -------------------------------------- */
 
-static inline size_t tile_count(size_t n_rows) { return (n_rows + ROW_TILE - 1) / ROW_TILE; }
+/* Most output rows of one piece of work: three packed groups, and a multiple of the 6 rows that the
+ * kernels keep in flight. Where that gives a thread fewer than 8 pieces, pieces are smaller. */
+#define ROW_TILE       96
+#define TILES_A_THREAD 8
+
+static inline size_t tile_count(size_t n_rows, size_t tile) { return (n_rows + tile - 1) / tile; }
 
 /* Rows of the tile that begins at `row`. */
-static inline size_t tile_rows(size_t row, size_t n_rows) {
-    return n_rows - row < ROW_TILE ? n_rows - row : ROW_TILE;
-}
-
-static inline int thread_index(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
+static inline size_t tile_rows(size_t row, size_t n_rows, size_t tile) {
+    return n_rows - row < tile ? n_rows - row : tile;
 }
 
 typedef struct {
@@ -74,32 +79,42 @@ typedef struct {
     float beta, linear_beta;
 } expert_math;
 
-/* h = SiTU(w1 z, w3 z), rows [row, row + rows) of inter, packed as w2's input.
- *
- * Shapes  zp: packed f32[n][latent]   hp: packed f32[n][inter]   local: f32[2 n rows]
- *         row % K3_GROUP == 0; rows % K3_GROUP == 0 */
-static inline void expert_inner_rows(const expert_math *m, const expert_view *x, size_t row,
-                                     size_t rows, const float *zp, size_t n, float *hp,
-                                     float *local) {
-    size_t lat = m->latent;
-    float *g = local, *u = local + n * rows;
-    m->k->matmul_mxfp4(g, rows, x->p[W1_PACKED] + row * (lat / 2),
-                       x->p[W1_SCALE] + row * (lat / K3_GROUP), rows, lat, zp, n);
-    m->k->matmul_mxfp4(u, rows, x->p[W3_PACKED] + row * (lat / 2),
-                       x->p[W3_SCALE] + row * (lat / K3_GROUP), rows, lat, zp, n);
-    m->k->situ(g, g, u, m->beta, m->linear_beta, n * rows);
-    for (size_t j = 0; j < n; j++)
-        for (size_t i = 0; i < rows; i++)
-            hp[k3_xp_group(m->inter, n, j, (row + i) / K3_GROUP) + k3_xp_lane(i % K3_GROUP)] =
-                g[j * rows + i];
-}
+/* One expert of a batch: it is applied to the rows of pairs [first, first + n). */
+typedef struct {
+    expert_view view;
+    uint32_t first, n;
+    uint32_t at;      /* its first pair in zpair and hpair                               */
+    uint64_t bad_row; /* out: least output row whose term is out of range; UINT64_MAX: none */
+} expert_task;
 
-/* y = w2 h, rows [row, row + rows) of latent; y: f32[n][rows]. */
-static inline void expert_outer_rows(const expert_math *m, const expert_view *x, size_t row,
-                                     size_t rows, const float *hp, size_t n, float *y) {
-    m->k->matmul_mxfp4(y, rows, x->p[W2_PACKED] + row * (m->inter / 2),
-                       x->p[W2_SCALE] + row * (m->inter / K3_GROUP), rows, m->inter, hp, n);
-}
+/* Q[pair_row[j]] += q40(pair_w[j] * expert(z[pair_row[j]])) for all pairs of all tasks.
+ *
+ * Shapes  z: f32[n_rows][latent]      zp: packed f32[1][latent], used where n_rows is 1
+ *         Q: i64[n_rows][latent]      zpair, hpair: f32[pairs of the batch][latent], [..][inter]
+ *         local: f32[n_threads][2 x the most pairs of one task x ROW_TILE], local_floats a thread
+ * Errors  bad_row of a task whose term is NaN or not below 2^17: its terms in Q are then worth nothing */
+typedef struct {
+    const expert_format *format;
+    expert_math math;
+    k3_pool *pool;
+    int n_threads;
+    size_t n_rows;
+    const float *z, *zp;
+    const uint32_t *pair_row;
+    const float *pair_w;
+    int64_t *Q;
+    float *zpair, *hpair, *local;
+    size_t local_floats;
+} expert_batch;
+
+void experts_batch(const expert_batch *b, expert_task *const *task, uint32_t n_tasks);
+
+/* The same for one expert and one row, by the calling thread: Q += q40(w * expert(z)).
+ * Shapes  z: f32[latent]   Q: i64[latent]   scratch: f32[expert_one_floats(m)], 64-aligned
+ * Returns false when a term is out of range; Q is then worth nothing */
+size_t expert_one_floats(const expert_math *m);
+bool expert_one(const expert_math *m, const expert_view *x, const float *z, float w, int64_t *Q,
+                float *scratch);
 
 /* ---- 3. Bytes ---------------------------------------------------------------------- */
 

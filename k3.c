@@ -24,8 +24,8 @@
  *
  * Invariants
  *   - docs/NUMERICS.md fixes every bit; docs/K3-SPEC.md says what is computed.
- *   - Work is split over threads by output element only: OpenMP appears as `parallel for
- *     schedule(static)` and each iteration begins with fp_default().
+ *   - Work is split over threads by output element only, in small pieces (k3_pool.h): which thread
+ *     computes a piece is left to chance, what it computes is not.
  *   - A token allocates nothing, starts no thread, builds no string (but for an error).
  *   - The engine never prints and never exits. Functions return 0 or a negative k3_status
  *     and fill one line naming noun, place, cause.
@@ -42,6 +42,7 @@
 #define K3_KERNELS_ELEMENTWISE
 #include "kernels.h"
 #include "experts.h"
+#include "k3_pool.h"
 #include "slice.h"
 #include "tier.h"
 
@@ -53,6 +54,7 @@
 #include <liburing.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <semaphore.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -989,10 +991,9 @@ static const tensor_def TENSOR[N_TENSORS] = {
     [T_SH_DOWN] = {MOE "shared_experts.down_proj.weight", IN_MOE, BF16, 2, {D_HIDDEN, D_SHARED}},
 };
 
-/* The six tensors of an expert (experts.h). */
-static const char *const EXPERT_TENSOR[N_EXPERT_TENSORS] = {"w1.weight_packed", "w1.weight_scale",
-                                                            "w3.weight_packed", "w3.weight_scale",
-                                                            "w2.weight_packed", "w2.weight_scale"};
+/* How this engine's experts are stored (experts.h), and what their tensors are called. */
+static const expert_format *const FORMAT = &expert_mxfp4;
+#define EXPERT_TENSOR (FORMAT->tensor)
 
 #define NO_SHARD UINT16_MAX
 #define MAX_SHARDS 4096
@@ -2375,6 +2376,7 @@ struct k3_engine {
     char *dir;
     const k3_kernels *kern;
     int n_threads, chunk;
+    k3_pool *pool; /* of n_threads; NULL in an engine that computes nothing */
     ledger mem;
     model files;
     disk io;
@@ -3835,14 +3837,13 @@ typedef struct {
 } moe_bufs;
 
 typedef struct {
-    uint32_t ie, first, n; /* pairs [first, first + n) of this expert      */
-    uint32_t at;           /* its first pair in the batch being computed   */
+    expert_task task;      /* its pairs, and where its weights are while they are pinned */
+    uint32_t ie;
     float weight;          /* sum of its router weights in the chunk       */
     bool is_computed, is_far; /* is_far: a box was asked                   */
     bool is_audit;            /* answered, to be computed here to compare ... */
     int box;                  /* ... with what this box says                  */
     slot *slot;            /* NULL: not asked for yet                      */
-    expert_view view;
 } routed;
 
 struct scratch {
@@ -3861,7 +3862,8 @@ struct scratch {
     float *pick_w;     /* [chunk][top_k]                     */
     uint32_t *n_of;    /* [n_experts] pairs of each expert   */
     routed *routed;    /* [n_experts] distinct, by id        */
-    routed **batch;    /* [n_experts] those to compute now   */
+    routed **batch;    /* [n_experts] those to compute now ... */
+    expert_task **task; /* [n_experts] ... and their tasks     */
     uint32_t *queue;   /* [n_experts] routed[] still to be fetched, by place in the file */
     uint32_t *pair_t;  /* [chunk x top_k] position, by expert */
     float *pair_w;
@@ -4008,6 +4010,7 @@ static void scratch_carve(struct scratch *s, bump *b, const k3_shape *sh, uint64
     s->n_of = bump_take(b, sh->n_experts, sizeof(uint32_t));
     s->routed = bump_take(b, sh->n_experts, sizeof(routed));
     s->batch = bump_take(b, sh->n_experts, sizeof(routed *));
+    s->task = bump_take(b, sh->n_experts, sizeof(expert_task *));
     s->queue = bump_take(b, sh->n_experts, sizeof(uint32_t));
     s->guess = bump_f32(b, sh->n_experts);
     s->pair_t = bump_take(b, n_pairs, sizeof(uint32_t));
@@ -4050,29 +4053,56 @@ typedef struct {
 
 #define MAX_JOBS 8
 
-/* Rows [row, row + n_rows) of a job, weights at w; one thread. */
-static void linear_rows(const step *st, size_t T, const job *b, const uint16_t *w, size_t row,
-                        size_t n_rows) {
-    size_t n = tensor_cols(&st->e->files, b->t), ldy = tensor_rows(&st->e->files, b->t);
-    fp_default();
-    st->k->matmul_bf16(b->y + row, ldy, w, n, n_rows, n, b->xp, T);
+/* Nanoseconds that one row of n weights times T vectors takes one core: the bytes at 10 GB/s, the
+ * arithmetic at 80 GFLOP/s. Pieces of work are cut and threads are woken by it. */
+static uint64_t row_ns(size_t n, size_t T) { return n * (8 + T) / 40; }
+
+/* Rows of a piece: ROW_TILE, or fewer where a thread would have fewer than TILES_A_THREAD pieces. Multiples of
+ * the 6 rows that the kernels keep in flight. */
+static size_t linear_tile(const k3_engine *e, size_t n_rows) {
+    size_t tile = ROW_TILE, most = (size_t)e->n_threads * TILES_A_THREAD;
+    while (tile > 12 && tile_count(n_rows, tile) < most) tile /= 2;
+    return tile;
 }
 
-/* The resident matrices of a list of jobs, all rows in one parallel loop. */
+/* The resident matrices of a list of jobs: all rows of all of them in one loop. */
+typedef struct {
+    const step *st;
+    const job *jobs;
+    uint32_t il;
+    size_t T;
+    size_t first[MAX_JOBS + 1]; /* job j has pieces [first[j], first[j + 1]) */
+    size_t tile[MAX_JOBS];
+} linear_loop;
+
+static void linear_piece(void *ctx, size_t i, int i_thread) {
+    const linear_loop *l = ctx;
+    const k3_engine *e = l->st->e;
+    int j = 0;
+    (void)i_thread;
+    while (i >= l->first[j + 1]) j++;
+    const job *b = &l->jobs[j];
+    size_t n = tensor_cols(&e->files, b->t), n_rows = tensor_rows(&e->files, b->t);
+    size_t row = (i - l->first[j]) * l->tile[j];
+    l->st->k->matmul_bf16(b->y + row, n_rows, e->layers[l->il].m[b->t] + row * n, n,
+                          tile_rows(row, n_rows, l->tile[j]), n, b->xp, l->T);
+}
+
 static void linear_resident(const step *st, uint32_t il, size_t T, const job *jobs, int n_jobs) {
-    const layer *ly = &st->e->layers[il];
-    size_t first[MAX_JOBS + 1] = {0};
-    for (int j = 0; j < n_jobs; j++)
-        first[j + 1] =
-            first[j] + (ly->m[jobs[j].t] ? tile_count(tensor_rows(&st->e->files, jobs[j].t)) : 0);
-#pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
-    for (size_t i = 0; i < first[n_jobs]; i++) {
-        int j = 0;
-        while (i >= first[j + 1]) j++;
-        size_t row = (i - first[j]) * ROW_TILE, rows = tensor_rows(&st->e->files, jobs[j].t);
-        linear_rows(st, T, &jobs[j], ly->m[jobs[j].t] + row * tensor_cols(&st->e->files, jobs[j].t),
-                    row, tile_rows(row, rows));
+    const k3_engine *e = st->e;
+    linear_loop l = {.st = st, .jobs = jobs, .il = il, .T = T};
+    size_t n_rows = 0;
+    uint64_t ns = 0;
+    for (int j = 0; j < n_jobs; j++) n_rows += tensor_rows(&e->files, jobs[j].t);
+    for (int j = 0; j < n_jobs; j++) {
+        bool is_here = e->layers[il].m[jobs[j].t] != NULL;
+        size_t rows = tensor_rows(&e->files, jobs[j].t);
+        l.tile[j] = linear_tile(e, n_rows);
+        l.first[j + 1] = l.first[j] + (is_here ? tile_count(rows, l.tile[j]) : 0);
+        ns += is_here ? rows * row_ns(tensor_cols(&e->files, jobs[j].t), T) : 0;
     }
+    size_t n = l.first[n_jobs];
+    if (n) pool_run(e->pool, n, ns / n, linear_piece, &l);
 }
 
 /* Say where the step is, and hear whether to go on. */
@@ -4081,21 +4111,36 @@ static int step_progress(step *st, uint32_t il) {
                            il < st->e->sh.n_layers ? (int)il : -1, st->err);
 }
 
-/* A streamed matrix, piece by piece as its rows arrive. */
+/* A stretch of rows of a streamed matrix, cut in pieces of `tile` rows. */
+typedef struct {
+    const step *st;
+    const job *b;
+    const uint16_t *w;
+    const piece *p;
+    size_t T, tile;
+} stream_loop;
+
+static void stream_piece(void *ctx, size_t i, int i_thread) {
+    const stream_loop *l = ctx;
+    const k3_engine *e = l->st->e;
+    size_t n = tensor_cols(&e->files, l->b->t), ldy = tensor_rows(&e->files, l->b->t);
+    size_t row = i * l->tile;
+    (void)i_thread;
+    l->st->k->matmul_bf16(l->b->y + l->p->row + row, ldy, l->w + row * n, n,
+                          tile_rows(row, l->p->n_rows, l->tile), n, l->b->xp, l->T);
+}
+
+/* A streamed matrix, stretch by stretch as its rows arrive. */
 static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
     size_t n = tensor_cols(&st->e->files, b->t);
     for (size_t done = 0; done < tensor_rows(&st->e->files, b->t);) {
-        const piece *p;
-        const uint16_t *w;
-        int rc = stream_take(st->e, il, b->t, &p, &w, st->err);
+        stream_loop l = {.st = st, .b = b, .T = T};
+        int rc = stream_take(st->e, il, b->t, &l.p, &l.w, st->err);
         if (rc < 0) return rc;
-        size_t n_tiles = tile_count(p->n_rows);
-#pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
-        for (size_t i = 0; i < n_tiles; i++) {
-            size_t row = i * ROW_TILE;
-            linear_rows(st, T, b, w + row * n, p->row + row, tile_rows(row, p->n_rows));
-        }
-        done += p->n_rows;
+        l.tile = linear_tile(st->e, l.p->n_rows);
+        pool_run(st->e->pool, tile_count(l.p->n_rows, l.tile), l.tile * row_ns(n, T), stream_piece,
+                 &l);
+        done += l.p->n_rows;
         stream_release(st->e);
         if ((rc = step_progress(st, il)) < 0) return rc;
     }
@@ -4111,14 +4156,25 @@ static int linear(step *st, uint32_t il, size_t T, const job *jobs, int n_jobs) 
     return rc;
 }
 
+/* The work of a loop over rows: what each of the loops below needs of it. */
+typedef struct {
+    const k3_engine *e;
+    size_t T, n, ldx;
+    float *x, *xp; /* rows, and where they are packed */
+    const float *w, *u;
+    float eps;
+} row_loop;
+
+static void pack_row(void *ctx, size_t t, int i_thread) {
+    const row_loop *l = ctx;
+    (void)i_thread;
+    l->e->kern->pack(l->xp, l->T, t, l->x + t * l->ldx, l->n);
+}
+
 /* xp = packed x[t][0..n), rows ldx apart. */
-static void pack_rows(const k3_engine *e, size_t T, float *xp, const float *x, size_t ldx,
-                      size_t n) {
-#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
-    for (size_t t = 0; t < T; t++) {
-        fp_default();
-        e->kern->pack(xp, T, t, x + t * ldx, n);
-    }
+static void pack_rows(const k3_engine *e, size_t T, float *xp, float *x, size_t ldx, size_t n) {
+    row_loop l = {.e = e, .T = T, .n = n, .ldx = ldx, .x = x, .xp = xp};
+    pool_run(e->pool, T, n / 4, pack_row, &l);
 }
 
 /* 1 / sqrt(mean x^2 + eps), n being the true length (NUMERICS 3). */
@@ -4130,26 +4186,34 @@ static void rms(const k3_kernels *k, float *x, const float *w, size_t n, float e
     k->scale2(x, x, rms_scale(k, x, n, eps), w, n);
 }
 
+static void rms_pack_row(void *ctx, size_t t, int i_thread) {
+    const row_loop *l = ctx;
+    float *x = l->x + t * l->ldx;
+    (void)i_thread;
+    rms(l->e->kern, x, l->w, l->n, l->eps);
+    l->e->kern->pack(l->xp, l->T, t, x, l->n);
+}
+
 /* Normalise each row in place and pack it. */
 static void rms_pack_rows(const k3_engine *e, size_t T, float *xp, float *x, size_t ldx,
                           const float *w, size_t n, float eps) {
-#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
-    for (size_t t = 0; t < T; t++) {
-        fp_default();
-        rms(e->kern, x + t * ldx, w, n, eps);
-        e->kern->pack(xp, T, t, x + t * ldx, n);
-    }
+    row_loop l = {.e = e, .T = T, .n = n, .ldx = ldx, .x = x, .xp = xp, .w = w, .eps = eps};
+    pool_run(e->pool, T, n / 2, rms_pack_row, &l);
+}
+
+static void situ_pack_row(void *ctx, size_t t, int i_thread) {
+    const row_loop *l = ctx;
+    float *g = l->x + t * l->n;
+    (void)i_thread;
+    l->e->kern->situ(g, g, l->u + t * l->n, l->e->sh.situ_beta, l->e->sh.situ_linear_beta, l->n);
+    l->e->kern->pack(l->xp, l->T, t, g, l->n);
 }
 
 /* h = SiTU(g, u), packed: the inside of every gated MLP. g is overwritten. */
 static void situ_pack_rows(const k3_engine *e, size_t T, float *hp, float *g, const float *u,
                            size_t n) {
-#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
-    for (size_t t = 0; t < T; t++) {
-        fp_default();
-        e->kern->situ(g + t * n, g + t * n, u + t * n, e->sh.situ_beta, e->sh.situ_linear_beta, n);
-        e->kern->pack(hp, T, t, g + t * n, n);
-    }
+    row_loop l = {.e = e, .T = T, .n = n, .x = g, .xp = hp, .u = u};
+    pool_run(e->pool, T, 2 * n, situ_pack_row, &l);
 }
 
 /* P[t] = the bf16 row of the embedding, widened, unscaled. Rows are read from disk. */
@@ -4238,6 +4302,21 @@ static void kda_remember(const step *st, uint32_t il) {
                     kda_sample(st, history, c, (int64_t)st->T - 3 + i), n * sizeof(float));
 }
 
+/* The work of a loop over heads, or over tiles of heads and positions. */
+typedef struct {
+    step *st;
+    uint32_t il;
+} head_loop;
+
+static float *step_local(const step *st, int i_thread) {
+    return st->b->local + (size_t)i_thread * st->b->local_floats;
+}
+
+static void kda_one_head(void *ctx, size_t h, int i_thread) {
+    const head_loop *l = ctx;
+    kda_head(l->st, l->il, h, step_local(l->st, i_thread));
+}
+
 /* f = KDA(xp). Shapes: xp packed [T][hidden], f [T][hidden]. */
 static int kda(step *st, uint32_t il) {
     const k3_engine *e = st->e;
@@ -4250,11 +4329,7 @@ static int kda(step *st, uint32_t il) {
     if (rc < 0) return rc;
     pack_rows(e, T, b->fap, b->fa, d, d);
     if ((rc = linear(st, il, T, &(job){b->f, T_F_B, b->fap}, 1)) < 0) return rc;
-#pragma omp parallel for num_threads(e->n_threads) schedule(static)
-    for (size_t h = 0; h < e->sh.kda_heads; h++) {
-        fp_default();
-        kda_head(st, il, h, st->b->local + (size_t)thread_index() * st->b->local_floats);
-    }
+    pool_run(e->pool, e->sh.kda_heads, T * d * d, kda_one_head, &(head_loop){st, il});
     kda_remember(st, il);
     pack_rows(e, T, b->attp, b->att, n, n);
     return linear(st, il, T, &(job){st->b->f, T_KDA_O, b->attp}, 1);
@@ -4406,38 +4481,49 @@ static void mla_attend(const mla_tile *a) {
     mla_output(a);
 }
 
-/* Norm the query latent; norm the new cache rows [c | k_pe] and store them packed. */
+/* Norm one new cache row [c | k_pe] and store it packed. */
+static void mla_latent(void *ctx, size_t t, int i_thread) {
+    const head_loop *l = ctx;
+    const step *st = l->st;
+    const k3_shape *sh = &st->e->sh;
+    size_t n = sh->kv_lora + sh->rope_dim, row = k3_pad(n);
+    float *kv = st->b->mla.kv + t * n;
+    (void)i_thread;
+    rms(st->k, kv, st->e->layers[l->il].v[T_KV_A_NORM], sh->kv_lora, sh->eps_lora);
+    st->k->pack(st->s->state[l->il] + (st->pos + t) * row, 1, 0, kv, n);
+}
+
+/* Norm the query latent and the new cache rows. */
 static void mla_latents(step *st, uint32_t il) {
     const k3_engine *e = st->e;
     const k3_shape *sh = &e->sh;
     const layer *ly = &e->layers[il];
     const mla_bufs *b = &st->b->mla;
-    size_t n = sh->kv_lora + sh->rope_dim, row = k3_pad(n);
     rms_pack_rows(e, st->T, b->cqp, b->cq, sh->q_lora, ly->v[T_Q_A_NORM], sh->q_lora, sh->eps_lora);
-#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (st->T > 1)
-    for (size_t t = 0; t < st->T; t++) {
-        fp_default();
-        rms(st->k, b->kv + t * n, ly->v[T_KV_A_NORM], sh->kv_lora, sh->eps_lora);
-        st->k->pack(st->s->state[il] + (st->pos + t) * row, 1, 0, b->kv + t * n, n);
-    }
+    pool_run(e->pool, st->T, sh->kv_lora, mla_latent, &(head_loop){st, il});
+}
+
+static size_t mla_token_tiles(const step *st) { return (st->T + MLA_TOK - 1) / MLA_TOK; }
+
+/* One tile of heads and positions. */
+static void mla_one_tile(void *ctx, size_t i, int i_thread) {
+    const head_loop *l = ctx;
+    step *st = l->st;
+    size_t n_tok = mla_token_tiles(st), n_heads = st->e->sh.n_heads;
+    mla_tile a = {.st = st, .il = l->il};
+    a.h0 = i / n_tok * MLA_HEADS;
+    a.t0 = i % n_tok * MLA_TOK;
+    a.nh = n_heads - a.h0 < MLA_HEADS ? n_heads - a.h0 : MLA_HEADS;
+    a.nt = st->T - a.t0 < MLA_TOK ? st->T - a.t0 : MLA_TOK;
+    mla_tile_carve(&a, step_local(st, i_thread));
+    mla_attend(&a);
 }
 
 /* All heads over all positions of the chunk. */
 static void mla_heads(step *st, uint32_t il) {
-    const k3_engine *e = st->e;
-    size_t n_tok = (st->T + MLA_TOK - 1) / MLA_TOK, n_heads = e->sh.n_heads;
-    size_t n_groups = (n_heads + MLA_HEADS - 1) / MLA_HEADS;
-#pragma omp parallel for num_threads(e->n_threads) schedule(static)
-    for (size_t i = 0; i < n_groups * n_tok; i++) {
-        fp_default();
-        mla_tile a = {.st = st, .il = il};
-        a.h0 = i / n_tok * MLA_HEADS;
-        a.t0 = i % n_tok * MLA_TOK;
-        a.nh = n_heads - a.h0 < MLA_HEADS ? n_heads - a.h0 : MLA_HEADS;
-        a.nt = st->T - a.t0 < MLA_TOK ? st->T - a.t0 : MLA_TOK;
-        mla_tile_carve(&a, st->b->local + (size_t)thread_index() * st->b->local_floats);
-        mla_attend(&a);
-    }
+    size_t n_groups = (st->e->sh.n_heads + MLA_HEADS - 1) / MLA_HEADS;
+    pool_run(st->e->pool, n_groups * mla_token_tiles(st), 100000, mla_one_tile,
+             &(head_loop){st, il});
 }
 
 /* f = MLA(xp). Shapes as kda(). */
@@ -4502,31 +4588,37 @@ static int64_t route(const k3_kernels *k, const k3_shape *sh, float *logit, cons
     return -1;
 }
 
+/* The work of the router's loop; `bad` is position << 32 | expert of the first score that is not finite. */
+typedef struct {
+    step *st;
+    uint32_t il;
+    uint64_t bad;
+} router_loop;
+
+static void router_row(void *ctx, size_t t, int i_thread) {
+    router_loop *l = ctx;
+    const step *st = l->st;
+    const k3_shape *sh = &st->e->sh;
+    (void)i_thread;
+    int64_t ie =
+        route(st->k, sh, st->b->moe.router + t * sh->n_experts, st->e->layers[l->il].v[T_ROUTER_BIAS],
+              st->b->pick + t * sh->top_k, st->b->pick_w + t * sh->top_k);
+    if (ie >= 0) pool_min(&l->bad, (uint64_t)t << 32 | (uint64_t)ie);
+}
+
 static int router(step *st, uint32_t il) {
     const k3_shape *sh = &st->e->sh;
-    struct scratch *b = st->b;
-    int64_t bad_t = -1, bad_e = -1;
-#pragma omp parallel for num_threads(st->e->n_threads) schedule(static) if (st->T > 1)
-    for (size_t t = 0; t < st->T; t++) {
-        fp_default();
-        int64_t ie =
-            route(st->k, sh, b->moe.router + t * sh->n_experts, st->e->layers[il].v[T_ROUTER_BIAS],
-                  b->pick + t * sh->top_k, b->pick_w + t * sh->top_k);
-        if (ie >= 0) {
-#pragma omp critical(k3_router)
-            if (bad_t < 0 || (int64_t)t < bad_t) {
-                bad_t = (int64_t)t;
-                bad_e = ie;
-            }
-        }
-    }
-    for (size_t t = 0; bad_t < 0 && st->s->route && t < st->T; t++)
+    const struct scratch *b = st->b;
+    router_loop l = {st, il, UINT64_MAX};
+    pool_run(st->e->pool, st->T, 4 * sh->n_experts, router_row, &l);
+    if (l.bad != UINT64_MAX)
+        return fail(st->err, K3_ENUMERIC,
+                    "layer %u, router: the score of expert %u at position %llu is NaN or infinite",
+                    il, (uint32_t)l.bad, (unsigned long long)(st->pos + (l.bad >> 32)));
+    for (size_t t = 0; st->s->route && t < st->T; t++)
         st->s->route(st->s->route_user, st->pos + t, il, sh->top_k, b->pick + t * sh->top_k,
                      b->pick_w + t * sh->top_k);
-    if (bad_t < 0) return 0;
-    return fail(st->err, K3_ENUMERIC,
-                "layer %u, router: the score of expert %lld at position %llu is NaN or infinite",
-                il, (long long)bad_e, (unsigned long long)(st->pos + (uint64_t)bad_t));
+    return 0;
 }
 
 /* ==== 11. Experts ====================================================================
@@ -4558,103 +4650,41 @@ static uint32_t experts_sort(step *st) {
     for (size_t i = 0; i < n_pairs; i++) b->n_of[b->pick[i]]++;
     for (uint32_t ie = 0; ie < sh->n_experts; ie++) {
         if (b->n_of[ie] == 0) continue;
-        b->routed[n] = (routed){.ie = ie, .first = first};
+        b->routed[n] = (routed){.ie = ie, .task.first = first};
         first += b->n_of[ie];
         b->n_of[ie] = n++; /* for now: the expert's place in routed[] */
     }
     for (size_t i = 0; i < n_pairs; i++) {
         routed *r = &b->routed[b->n_of[b->pick[i]]];
-        b->pair_t[r->first + r->n] = (uint32_t)(i / sh->top_k);
-        b->pair_w[r->first + r->n++] = b->pick_w[i];
+        b->pair_t[r->task.first + r->task.n] = (uint32_t)(i / sh->top_k);
+        b->pair_w[r->task.first + r->task.n++] = b->pick_w[i];
         r->weight += b->pick_w[i];
     }
     memset(b->n_of, 0, sh->n_experts * sizeof *b->n_of);
-    for (uint32_t x = 0; x < n; x++) b->n_of[b->routed[x].ie] = b->routed[x].n;
+    for (uint32_t x = 0; x < n; x++) b->n_of[b->routed[x].ie] = b->routed[x].task.n;
     return n;
-}
-
-static expert_math math_of(const step *st) {
-    const k3_shape *sh = &st->e->sh;
-    return (expert_math){st->k, sh->latent, sh->expert_inter, sh->situ_beta, sh->situ_linear_beta};
-}
-
-/* h = SiTU(w1 z, w3 z) for one tile of rows of one expert, packed as w2's input. */
-static void expert_inner(const step *st, const routed *r, size_t row, float *local) {
-    const k3_shape *sh = &st->e->sh;
-    const moe_bufs *m = &st->b->moe;
-    const expert_math math = math_of(st);
-    expert_inner_rows(&math, &r->view, row, tile_rows(row, sh->expert_inter),
-                      st->T == 1 ? m->zp : m->zpair + r->at * (size_t)sh->latent, r->n,
-                      m->hpair + r->at * (size_t)sh->expert_inter, local);
-}
-
-/* Q += q40(w * (w2 h)) for one tile of rows of one expert. Returns the row of the first term that
- * is out of range, or -1. */
-static int64_t expert_outer(const step *st, const routed *r, size_t row, float *local) {
-    const k3_shape *sh = &st->e->sh;
-    const moe_bufs *m = &st->b->moe;
-    const expert_math math = math_of(st);
-    size_t n = r->n, rows = tile_rows(row, sh->latent);
-    expert_outer_rows(&math, &r->view, row, rows, m->hpair + r->at * (size_t)sh->expert_inter, n,
-                      local);
-    for (size_t j = 0; j < n; j++) {
-        uint32_t pair = r->first + (uint32_t)j;
-        size_t bad = st->k->add_q40(m->Q + st->b->pair_t[pair] * (size_t)sh->latent + row,
-                                    local + j * rows, st->b->pair_w[pair], rows);
-        if (bad < rows) return (int64_t)(row + bad);
-    }
-    return -1;
-}
-
-/* Pack each expert's rows of z side by side. A single row serves all experts as it is. */
-static void experts_gather(const step *st, uint32_t n_batch) {
-    size_t lat = st->e->sh.latent;
-    if (st->T == 1) return;
-#pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
-    for (uint32_t x = 0; x < n_batch; x++) {
-        const routed *r = st->b->batch[x];
-        fp_default();
-        for (uint32_t j = 0; j < r->n; j++)
-            st->k->pack(st->b->moe.zpair + r->at * lat, r->n, j,
-                        st->b->moe.z + st->b->pair_t[r->first + j] * lat, lat);
-    }
 }
 
 /* Compute the pinned experts of batch[] and add them to Q. */
 static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
-    const k3_shape *sh = &st->e->sh;
-    struct scratch *b = st->b;
-    uint32_t bad_e = UINT32_MAX;
-    int64_t bad_row = -1;
-    experts_gather(st, n_batch);
-    size_t n_inner =
-        tile_count(sh->expert_inter) * (size_t)n_batch; /* tile-major: even load */
-#pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
-    for (size_t i = 0; i < n_inner; i++) {
-        fp_default();
-        expert_inner(st, b->batch[i % n_batch], i / n_batch * ROW_TILE,
-                     b->local + (size_t)thread_index() * b->local_floats);
-    }
-#pragma omp parallel for num_threads(st->e->n_threads) schedule(static)
-    for (size_t i = 0; i < tile_count(sh->latent); i++) {
-        fp_default();
-        for (uint32_t x = 0; x < n_batch; x++) {
-            const routed *r = b->batch[x];
-            int64_t row = expert_outer(st, r, i * ROW_TILE,
-                                       b->local + (size_t)thread_index() * b->local_floats);
-            if (row < 0) continue;
-#pragma omp critical(k3_experts)
-            if (r->ie < bad_e || (r->ie == bad_e && row < bad_row)) {
-                bad_e = r->ie;
-                bad_row = row;
-            }
-            break;
-        }
-    }
-    if (bad_row < 0) return 0;
+    const k3_engine *e = st->e;
+    const k3_shape *sh = &e->sh;
+    const struct scratch *b = st->b;
+    const moe_bufs *m = &b->moe;
+    const routed *bad = NULL;
+    expert_batch all = {FORMAT,
+                        {st->k, sh->latent, sh->expert_inter, sh->situ_beta, sh->situ_linear_beta},
+                        e->pool,   e->n_threads, st->T,    m->z,     m->zp,    b->pair_t,
+                        b->pair_w, m->Q,         m->zpair, m->hpair, b->local, b->local_floats};
+    for (uint32_t x = 0; x < n_batch; x++) b->task[x] = &b->batch[x]->task;
+    experts_batch(&all, b->task, n_batch);
+    for (uint32_t x = 0; x < n_batch; x++)
+        if (b->batch[x]->task.bad_row != UINT64_MAX && (!bad || b->batch[x]->ie < bad->ie))
+            bad = b->batch[x];
+    if (!bad) return 0;
     return fail(st->err, K3_ENUMERIC,
-                "layer %u, expert %u: output %lld is NaN or not below 2^17 in size", il, bad_e,
-                (long long)bad_row);
+                "layer %u, expert %u: output %llu is NaN or not below 2^17 in size", il, bad->ie,
+                (unsigned long long)bad->task.bad_row);
 }
 
 /* ---- Far boxes ----
@@ -4685,10 +4715,11 @@ static bool far_ask(step *st, uint32_t il, routed *r) {
     tier *far = st->e->far;
     const struct scratch *b = st->b;
     if (!far) return false;
-    r->is_far = tier_ask(far, il, r->ie, r->n, b->pair_t + r->first, b->pair_w + r->first);
+    r->is_far = tier_ask(far, il, r->ie, r->task.n, b->pair_t + r->task.first,
+                         b->pair_w + r->task.first);
     if (!r->is_far) tier_wish(far, il, r->ie);
     st->n_far += r->is_far;
-    st->far_pairs += r->is_far ? r->n : 0;
+    st->far_pairs += r->is_far ? r->task.n : 0;
     st->is_timed = st->is_timed && !r->is_far;
     return r->is_far;
 }
@@ -4853,7 +4884,7 @@ static void far_time_disk(step *st) {
 static void far_time_pairs(step *st, uint64_t start, uint32_t n_batch) {
     uint32_t n = 0;
     if (!st->e->far) return;
-    for (uint32_t x = 0; x < n_batch; x++) n += st->b->batch[x]->n;
+    for (uint32_t x = 0; x < n_batch; x++) n += st->b->batch[x]->task.n;
     double ns = (double)(clock_ns() - start) / n;
     st->e->pair_ns = far_learn(st->e->pair_ns, ns);
 }
@@ -4947,12 +4978,12 @@ static int experts_collect(step *st, uint32_t n_routed) {
     int n_batch = 0;
     for (uint32_t x = 0; x < n_routed; x++) {
         routed *r = &b->routed[x];
-        if (!r->slot || r->is_computed || n_pairs + r->n > b->max_pairs) continue;
-        int rc = store_arrived(st->e, r->slot, &r->view, st->err);
+        if (!r->slot || r->is_computed || n_pairs + r->task.n > b->max_pairs) continue;
+        int rc = store_arrived(st->e, r->slot, &r->task.view, st->err);
         if (rc < 0) return rc;
         if (rc == 0) continue;
-        r->at = n_pairs;
-        n_pairs += r->n;
+        r->task.at = n_pairs;
+        n_pairs += r->task.n;
         b->batch[n_batch++] = r;
     }
     return n_batch;
@@ -5054,11 +5085,27 @@ static int experts(step *st, uint32_t il) {
     return far_judge(st, il);
 }
 
+/* r = Q as floats, for one position. */
+static void moe_sum_row(void *ctx, size_t t, int i_thread) {
+    const step *st = ctx;
+    size_t lat = st->e->sh.latent;
+    (void)i_thread;
+    st->k->q40_f32(st->b->moe.r + t * lat, st->b->moe.Q + t * lat, lat);
+}
+
+/* f = f + shared(x), for one position. */
+static void moe_add_row(void *ctx, size_t t, int i_thread) {
+    const step *st = ctx;
+    size_t H = st->e->sh.hidden;
+    (void)i_thread;
+    st->k->add(st->b->f + t * H, st->b->moe.up + t * H, H);
+}
+
 /* f = up(rms(r)) + shared(x) (K3-SPEC 3.5). */
 static int moe(step *st, uint32_t il) {
     const k3_engine *e = st->e;
     const moe_bufs *b = &st->b->moe;
-    size_t T = st->T, H = e->sh.hidden, lat = e->sh.latent;
+    size_t T = st->T, lat = e->sh.latent;
     const float *xp = st->b->xp;
     int rc = linear(st, il, T, &(job){b->router, T_ROUTER, xp}, 1);
     if (rc < 0 || (rc = router(st, il)) < 0) return rc;
@@ -5072,18 +5119,10 @@ static int moe(step *st, uint32_t il) {
     if ((rc = linear(st, il, T, &(job){b->up, T_SH_DOWN, b->shp}, 1)) < 0) return rc;
     pack_rows(e, T, b->zp, b->z, lat, lat);
     if ((rc = experts(st, il)) < 0) return rc;
-#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
-    for (size_t t = 0; t < T; t++) {
-        fp_default();
-        st->k->q40_f32(b->r + t * lat, b->Q + t * lat, lat);
-    }
+    pool_run(e->pool, T, lat / 4, moe_sum_row, st);
     rms_pack_rows(e, T, b->rp, b->r, lat, e->layers[il].v[T_LAT_NORM], lat, e->sh.rms_eps);
     if ((rc = linear(st, il, T, &(job){st->b->f, T_LAT_UP, b->rp}, 1)) < 0) return rc;
-#pragma omp parallel for num_threads(e->n_threads) schedule(static) if (T > 1)
-    for (size_t t = 0; t < T; t++) {
-        fp_default();
-        st->k->add(st->b->f + t * H, b->up + t * H, H);
-    }
+    pool_run(e->pool, T, e->sh.hidden / 8, moe_add_row, st);
     return 0;
 }
 
@@ -5133,32 +5172,49 @@ static void mix(const step *st, size_t t, const float *u, float *out) {
     }
 }
 
+/* The work of a loop over positions t0.. of the chunk. */
+typedef struct {
+    const step *st;
+    size_t t0, n_rows;
+    const float *u, *norm;
+    bool is_first;
+    uint32_t il;
+    uint64_t bad; /* first position whose residual is not finite */
+} pos_loop;
+
+static void mix_pack_row(void *ctx, size_t i, int i_thread) {
+    const pos_loop *l = ctx;
+    const step *st = l->st;
+    size_t H = st->e->sh.hidden;
+    float *x = st->b->x + (l->t0 + i) * H;
+    (void)i_thread;
+    mix(st, l->t0 + i, l->u, x);
+    rms(st->k, x, l->norm, H, st->e->sh.rms_eps);
+    st->k->pack(st->b->xp, l->n_rows, i, x, H);
+}
+
 /* xp = packed rms(MIX(blocks, P; u); norm): the input of a sublayer, for positions t0.. */
 static void mix_pack_rows(const step *st, size_t t0, size_t n_rows, const float *u,
                           const float *norm) {
-    size_t H = st->e->sh.hidden;
-#pragma omp parallel for num_threads(st->e->n_threads) schedule(static) if (n_rows > 1)
-    for (size_t i = 0; i < n_rows; i++) {
-        fp_default();
-        float *x = st->b->x + (t0 + i) * H;
-        mix(st, t0 + i, u, x);
-        rms(st->k, x, norm, H, st->e->sh.rms_eps);
-        st->k->pack(st->b->xp, n_rows, i, x, H);
-    }
+    pos_loop l = {.st = st, .t0 = t0, .n_rows = n_rows, .u = u, .norm = norm};
+    pool_run(st->e->pool, n_rows, (st->n_blocks + 2) * st->e->sh.hidden / 2, mix_pack_row, &l);
+}
+
+static void residual_row(void *ctx, size_t t, int i_thread) {
+    const pos_loop *l = ctx;
+    size_t H = l->st->e->sh.hidden;
+    float *P = l->st->b->P + t * H;
+    (void)i_thread;
+    if (l->is_first)
+        memcpy(P, l->st->b->f + t * H, H * sizeof *P);
+    else
+        l->st->k->add(P, l->st->b->f + t * H, H);
 }
 
 /* P = P + f, or P = f just after a push. */
 static void residual(const step *st, bool is_first) {
-    size_t H = st->e->sh.hidden;
-#pragma omp parallel for num_threads(st->e->n_threads) schedule(static) if (st->T > 1)
-    for (size_t t = 0; t < st->T; t++) {
-        float *P = st->b->P + t * H;
-        fp_default();
-        if (is_first)
-            memcpy(P, st->b->f + t * H, H * sizeof *P);
-        else
-            st->k->add(P, st->b->f + t * H, H);
-    }
+    pos_loop l = {.st = st, .is_first = is_first};
+    pool_run(st->e->pool, st->T, st->e->sh.hidden / 8, residual_row, &l);
 }
 
 static void push_block(step *st) {
@@ -5168,24 +5224,25 @@ static void push_block(step *st) {
     st->n_blocks++;
 }
 
+static void layer_check_row(void *ctx, size_t t, int i_thread) {
+    pos_loop *l = ctx;
+    const step *st = l->st;
+    size_t H = st->e->sh.hidden;
+    const float *P = st->b->P + t * H;
+    (void)i_thread;
+    if (!st->k->is_finite(P, H))
+        pool_min(&l->bad, t);
+    else if (st->s->trace)
+        st->b->trace[t * st->e->sh.n_layers + l->il] = k3_fnv1a(K3_FNV_BASIS, P, H * sizeof *P);
+}
+
 /* P is finite, or the layer is named; with tracing on, its hash is kept. */
 static int layer_check(step *st, uint32_t il) {
-    const k3_shape *sh = &st->e->sh;
-    size_t H = sh->hidden;
-    int64_t bad = -1;
-#pragma omp parallel for num_threads(st->e->n_threads) schedule(static) if (st->T > 1)
-    for (size_t t = 0; t < st->T; t++) {
-        const float *P = st->b->P + t * H;
-        if (!st->k->is_finite(P, H)) {
-#pragma omp critical(k3_layer)
-            if (bad < 0 || (int64_t)t < bad) bad = (int64_t)t;
-        } else if (st->s->trace) {
-            st->b->trace[t * sh->n_layers + il] = k3_fnv1a(K3_FNV_BASIS, P, H * sizeof *P);
-        }
-    }
-    if (bad < 0) return 0;
+    pos_loop l = {.st = st, .il = il, .bad = UINT64_MAX};
+    pool_run(st->e->pool, st->T, st->e->sh.hidden / 8, layer_check_row, &l);
+    if (l.bad == UINT64_MAX) return 0;
     return fail(st->err, K3_ENUMERIC, "layer %u: the residual at position %llu is NaN or infinite",
-                il, (unsigned long long)(st->pos + (uint64_t)bad));
+                il, (unsigned long long)(st->pos + l.bad));
 }
 
 /* One layer over the chunk, as K3-SPEC 3.0 writes it. */
@@ -5491,6 +5548,7 @@ const uint32_t *k3_session_ids(const k3_session *s, size_t *n) {
 }
 
 k3_engine *k3_state_engine(const k3_session *s) { return s->e; }
+k3_pool *k3_state_pool(const k3_engine *e) { return e->pool; }
 bool k3_state_is_broken(const k3_session *s) { return s->is_broken; }
 uint32_t *k3_state_ids(k3_session *s) { return s->ids; }
 
@@ -5936,12 +5994,10 @@ void k3_options_default(k3_options *o) {
 }
 
 static int engine_threads(int asked) {
-#ifdef _OPENMP
-    return asked > 0 ? asked : omp_get_num_procs();
-#else
-    (void)asked;
-    return 1;
-#endif
+    cpu_set_t set;
+    if (asked > 0) return asked;
+    CPU_ZERO(&set);
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
 static int machine_check(k3_error *err) {
@@ -5986,6 +6042,8 @@ static int engine_load(k3_engine *e, k3_error *err) {
     rc = plan_make(e, err);
     if (rc == K3_EBUDGET && e->opt.headers_only) return 0; /* the plan names the floor */
     if (rc < 0 || e->opt.headers_only) return rc;
+    e->pool = pool_open(e->n_threads);
+    if (!e->pool) return fail(err, K3_ENOMEM, "out of memory for %d threads", e->n_threads);
     e->bounce_bytes = plan_bounce(e);
     e->bounce = ledger_take(&e->mem, e->bounce_bytes, "bounce buffer", err);
     if (!e->bounce) return e->mem.why;
@@ -6032,6 +6090,7 @@ void k3_engine_close(k3_engine *e) {
     if (!e) return;
     far_close(e);
     disk_close(e);
+    pool_close(e->pool);
     ledger_give(&e->mem, e->store.bytes, e->store.n_slots * e->store.slot_bytes);
     ledger_give(&e->mem, e->store.slots, e->store.meta_bytes);
     ledger_give(&e->mem, e->stream.bytes, e->stream.cap);

@@ -2717,6 +2717,7 @@ static int reader_find(reader *r, uint64_t ram) {
 #define BENCH_ROUNDS 12
 #define BENCH_REF_ROUNDS 2
 #define BENCH_MAX_LINES 64
+#define BENCH_MAX_POOLS 12             /* 1, 2, 4, ... POOL_MAX_THREADS threads */
 #define BENCH_TILE 96                  /* rows of one kernel call, as in the engine          */
 #define BENCH_HASH_ROWS 256            /* rows under the hash; all that "ref" runs           */
 #define BENCH_POOL_BYTES (1400u << 20) /* weights: several times the largest cache           */
@@ -2755,17 +2756,23 @@ static uint64_t bench_free_bytes(void) {
     return n ? n : (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2;
 }
 
-/* Random nibbles and scale codes 118..124, or bf16 of magnitude 2^-7..2^-3. */
-static void bench_fill(bench_data *d, int n_threads) {
-    const size_t n_word = d->pool_bytes / 8, n_code = d->n_mat * d->shape.s_bytes;
+#define BENCH_FILL 16384 /* words that a thread fills at a time */
+
+static void bench_fill_part(void *ctx, size_t part, int i_thread) {
+    const bench_data *d = ctx;
     uint64_t *w = (uint64_t *)(void *)d->w;
-    const bool is_mxfp4 = d->shape.is_mxfp4;
-    (void)n_threads;
-#pragma omp parallel for schedule(static) num_threads(n_threads)
-    for (size_t i = 0; i < n_word; i++) {
+    const size_t end = d->pool_bytes / 8;
+    (void)i_thread;
+    for (size_t i = part * BENCH_FILL; i < end && i < (part + 1) * BENCH_FILL; i++) {
         uint64_t r = bench_mix(i);
-        w[i] = is_mxfp4 ? r : (r & 0x81ff81ff81ff81ffu) | 0x3c003c003c003c00u;
+        w[i] = d->shape.is_mxfp4 ? r : (r & 0x81ff81ff81ff81ffu) | 0x3c003c003c003c00u;
     }
+}
+
+/* Random nibbles and scale codes 118..124, or bf16 of magnitude 2^-7..2^-3. */
+static void bench_fill(bench_data *d, k3_pool *pool) {
+    const size_t n_code = d->n_mat * d->shape.s_bytes;
+    pool_run(pool, (d->pool_bytes / 8 + BENCH_FILL - 1) / BENCH_FILL, 50000, bench_fill_part, d);
     for (size_t i = 0; i < n_code; i++) d->s[i] = (uint8_t)(118 + bench_mix(i) % 7);
 }
 
@@ -2784,60 +2791,84 @@ static int bench_fill_x(bench_data *d, size_t batch) {
     return K3_OK;
 }
 
+/* One measurement: what its threads read, or run. */
+typedef struct {
+    const k3_kernels *k;
+    const bench_data *d;
+    size_t first, rows; /* matrix that it starts at; rows of each */
+    const uint8_t *at;  /* part i of a read begins at at + i * part */
+    size_t part;
+    uint64_t n_round;
+    uint64_t sum[POOL_MAX_THREADS]; /* of each thread; kept, so that no read is left out */
+    uint64_t flops[POOL_MAX_THREADS];
+} bench_loop;
+
+static void bench_read_part(void *ctx, size_t i, int i_thread) {
+    bench_loop *l = ctx;
+    l->sum[i_thread] += l->k->read_stream(l->at + i * l->part, l->part);
+}
+
 /* Bytes per second of a read of BENCH_READ_BYTES, the i-th window of the pool. */
-static double bench_read(const k3_kernels *k, const bench_data *d, int i, int n_threads) {
+static double bench_read(const k3_kernels *k, const bench_data *d, int i, k3_pool *pool) {
     size_t bytes = d->pool_bytes < BENCH_READ_BYTES ? d->pool_bytes : BENCH_READ_BYTES;
-    size_t n_window = d->pool_bytes / bytes, part = bytes / 64 & ~(size_t)4095;
-    const uint8_t *at = d->w + ((size_t)i * 3 + 1) % n_window * bytes;
-    uint64_t sum = 0;
-    (void)n_threads;
+    size_t n_window = d->pool_bytes / bytes;
+    bench_loop l = {.k = k, .d = d, .part = bytes / 64 & ~(size_t)4095};
+    l.at = d->w + ((size_t)i * 3 + 1) % n_window * bytes;
     double t0 = bench_now();
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : sum)
-    for (int j = 0; j < 64; j++) sum += k->read_stream(at + (size_t)j * part, part);
-    double seconds = bench_now() - t0;
-    return (double)(part * 64) / (seconds + (sum == 1 ? 1e-9 : 0)); /* sum is used */
+    pool_run(pool, 64, l.part / 10, bench_read_part, &l);
+    return (double)(l.part * 64) / (bench_now() - t0);
+}
+
+static void bench_peak_part(void *ctx, size_t i, int i_thread) {
+    bench_loop *l = ctx;
+    uint64_t n = 0;
+    (void)i;
+    l->sum[i_thread] += l->k->peak_fma(l->n_round, &n) != 0;
+    l->flops[i_thread] += n;
 }
 
 /* Flops per second of independent multiply-adds. */
-static double bench_peak(const k3_kernels *k, int n_threads) {
-    const uint64_t n_round = k == &k3_kernels_ref ? 100000 : 1000000;
+static double bench_peak(const k3_kernels *k, int n_threads, k3_pool *pool) {
+    bench_loop l = {.k = k, .n_round = k == &k3_kernels_ref ? 25000 : 250000};
     uint64_t flops = 0;
-    float sum = 0;
     double t0 = bench_now();
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : flops, sum)
-    for (int j = 0; j < n_threads; j++) {
-        uint64_t n = 0;
-        sum += k->peak_fma(n_round, &n);
-        flops += n;
-    }
-    return (double)flops / (bench_now() - t0 + (sum == 1.0f ? 1e-9 : 0));
+    pool_run(pool, 4 * (size_t)n_threads, 1000000, bench_peak_part, &l);
+    double seconds = bench_now() - t0;
+    for (int i = 0; i < n_threads; i++) flops += l.flops[i];
+    return (double)flops / seconds;
+}
+
+static void bench_run_tile(void *ctx, size_t i, int i_thread) {
+    const bench_loop *l = ctx;
+    const bench_data *d = l->d;
+    const bench_shape *s = &d->shape;
+    const size_t n_tile = (l->rows + BENCH_TILE - 1) / BENCH_TILE, n = s->cols;
+    size_t mat = (l->first + i / n_tile) % d->n_mat, r = i % n_tile * BENCH_TILE;
+    size_t n_row = l->rows - r < BENCH_TILE ? l->rows - r : BENCH_TILE;
+    float *y = d->y + i / n_tile * s->rows * d->batch + r;
+    const uint8_t *w = d->w + mat * s->w_bytes;
+    (void)i_thread;
+    if (s->is_mxfp4)
+        l->k->matmul_mxfp4(y, s->rows, w + r * n / 2, d->s + mat * s->s_bytes + r * n / 32, n_row, n,
+                           d->xp, d->batch);
+    else
+        l->k->matmul_bf16(y, s->rows, (const uint16_t *)(const void *)w + r * n, n, n_row, n, d->xp,
+                          d->batch);
 }
 
 /* n_mat matrices from `first` on, the first `rows` rows of each, in tiles over threads. */
 static void bench_run(const k3_kernels *k, const bench_data *d, size_t first, size_t n_mat,
-                      size_t rows, int n_threads) {
-    const bench_shape *s = &d->shape;
-    const size_t n_tile = (rows + BENCH_TILE - 1) / BENCH_TILE, n = s->cols;
-    (void)n_threads;
-#pragma omp parallel for schedule(static) num_threads(n_threads)
-    for (size_t i = 0; i < n_mat * n_tile; i++) {
-        size_t mat = (first + i / n_tile) % d->n_mat, r = i % n_tile * BENCH_TILE;
-        size_t n_row = rows - r < BENCH_TILE ? rows - r : BENCH_TILE;
-        float *y = d->y + i / n_tile * s->rows * d->batch + r;
-        const uint8_t *w = d->w + mat * s->w_bytes;
-        if (s->is_mxfp4)
-            k->matmul_mxfp4(y, s->rows, w + r * n / 2, d->s + mat * s->s_bytes + r * n / 32, n_row,
-                            n, d->xp, d->batch);
-        else
-            k->matmul_bf16(y, s->rows, (const uint16_t *)(const void *)w + r * n, n, n_row, n,
-                           d->xp, d->batch);
-    }
+                      size_t rows, k3_pool *pool) {
+    bench_loop l = {.k = k, .d = d, .first = first, .rows = rows};
+    size_t tile_bytes = BENCH_TILE * d->shape.w_bytes / d->shape.rows;
+    pool_run(pool, n_mat * ((rows + BENCH_TILE - 1) / BENCH_TILE), tile_bytes / 10, bench_run_tile,
+             &l);
 }
 
 /* FNV-1a over y[t][0..255] of matrix 0. */
-static uint64_t bench_hash(const k3_kernels *k, const bench_data *d, int n_threads) {
+static uint64_t bench_hash(const k3_kernels *k, const bench_data *d, k3_pool *pool) {
     uint64_t h = K3_FNV_BASIS;
-    bench_run(k, d, 0, 1, BENCH_HASH_ROWS, n_threads);
+    bench_run(k, d, 0, 1, BENCH_HASH_ROWS, pool);
     for (size_t t = 0; t < d->batch; t++)
         h = k3_fnv1a(h, d->y + t * d->shape.rows, BENCH_HASH_ROWS * sizeof(float));
     return h;
@@ -2854,6 +2885,7 @@ static size_t bench_n_mat(const bench_data *d, size_t batch) {
 typedef struct {
     const k3_kernels *k;
     int n_threads;
+    k3_pool *pool;       /* of n_threads */
     size_t rows, n_mat;  /* "ref" runs BENCH_HASH_ROWS rows of one matrix, and says so */
     size_t first;        /* matrix that the next round starts at */
     double weight, read; /* bytes per second */
@@ -2869,13 +2901,13 @@ static void bench_round(bench_line *l, const bench_data *d, int round) {
     const double flops = 2.0 * n_row * (double)(s->cols * d->batch);
     for (int half = 0; half < 2; half++) {
         double read = 0, peak = 0, seconds, t0;
-        if (half == 0) read = bench_read(l->k, d, 2 * round, l->n_threads);
+        if (half == 0) read = bench_read(l->k, d, 2 * round, l->pool);
         t0 = bench_now();
-        bench_run(l->k, d, l->first, l->n_mat, l->rows, l->n_threads);
+        bench_run(l->k, d, l->first, l->n_mat, l->rows, l->pool);
         seconds = bench_now() - t0;
         l->first = (l->first + l->n_mat) % d->n_mat;
-        if (half == 0) peak = bench_peak(l->k, l->n_threads);
-        if (half == 1) read = bench_read(l->k, d, 2 * round + 1, l->n_threads);
+        if (half == 0) peak = bench_peak(l->k, l->n_threads, l->pool);
+        if (half == 1) read = bench_read(l->k, d, 2 * round + 1, l->pool);
         if (bytes / seconds > l->weight) l->weight = bytes / seconds;
         if (flops / seconds > l->flop) l->flop = flops / seconds;
         if (read > l->read) l->read = read;
@@ -2894,18 +2926,20 @@ static void bench_print(const bench_line *l, const bench_data *d, FILE *out) {
 
 /* Every supported set at 1, 2, 4, ... max_threads threads. Returns the number of lines. */
 static size_t bench_lines(bench_line *line, const bench_data *d, int max_threads,
-                          const char *only) {
+                          k3_pool *const *pool, const char *only) {
     size_t n = 0;
     for (const char *const *name = k3_kernels_linked(); *name; name++) {
         const k3_kernels *k = k3_kernels_find(*name);
         const bool is_ref = k == &k3_kernels_ref;
         if (!k || !k3_kernels_is_supported(*name) || (only && strcmp(only, *name))) continue;
-        for (int t = 1;; t = t * 2 < max_threads ? t * 2 : max_threads) {
+        int i_pool = 0;
+        for (int t = 1;; t = t * 2 < max_threads ? t * 2 : max_threads, i_pool++) {
             line[n++] = (bench_line){.k = k,
                                      .n_threads = t,
+                                     .pool = pool[i_pool],
                                      .rows = is_ref ? BENCH_HASH_ROWS : d->shape.rows,
                                      .n_mat = is_ref ? 1 : bench_n_mat(d, d->batch),
-                                     .hash = bench_hash(k, d, t)};
+                                     .hash = bench_hash(k, d, pool[i_pool])};
             if (t == max_threads || n == BENCH_MAX_LINES) break;
         }
     }
@@ -2913,7 +2947,8 @@ static size_t bench_lines(bench_line *line, const bench_data *d, int max_threads
 }
 
 /* All sets, batches and thread counts over one shape's weights. */
-static int bench_one_shape(const bench_shape *shape, int max_threads, const char *only, FILE *out) {
+static int bench_one_shape(const bench_shape *shape, int max_threads, k3_pool *const *pool,
+                           const char *only, FILE *out) {
     static const size_t batches[] = {1, 4, 16, 64};
     bench_line line[BENCH_MAX_LINES];
     bench_data d = {.shape = *shape};
@@ -2932,13 +2967,13 @@ static int bench_one_shape(const bench_shape *shape, int max_threads, const char
     d.s = malloc(d.n_mat * shape->s_bytes + 1);
     d.y = malloc((bench_n_mat(&d, 1) + 64 * bench_n_mat(&d, 16)) * shape->rows * sizeof(float));
     if (!d.w || !d.xp || !d.s || !d.y) goto done;
-    bench_fill(&d, max_threads);
+    bench_fill(&d, pool[0]);
     fprintf(out, "# %s %zu x %zu: %zu matrices, %.0f MB\n", shape->name, shape->rows, shape->cols,
             d.n_mat, (double)(d.n_mat * (shape->w_bytes + shape->s_bytes)) / 1e6);
 
     for (size_t b = 0; b < sizeof batches / sizeof *batches; b++) {
         if ((rc = bench_fill_x(&d, batches[b])) < 0) goto done;
-        const size_t n_line = bench_lines(line, &d, max_threads, only);
+        const size_t n_line = bench_lines(line, &d, max_threads, pool, only);
         for (int round = 0; round < BENCH_ROUNDS; round++)
             for (size_t i = 0; i < n_line; i++)
                 if (line[i].k != &k3_kernels_ref || round < BENCH_REF_ROUNDS)
@@ -2967,11 +3002,16 @@ static int bench_kernels(int max_threads, const char *only, FILE *out) {
             "kernels\tkernel\trows\tcols\tbatch\tthreads\tweight_GB/s\tread_GB/s\tof_read\t"
             "GFLOP/s\tpeak_GFLOP/s\tof_peak\tfnv_%d_rows\n",
             BENCH_HASH_ROWS);
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-        int rc = bench_one_shape(&shapes[i], max_threads, only, out);
-        if (rc < 0) return rc;
+    k3_pool *pool[BENCH_MAX_POOLS] = {NULL};
+    int rc = K3_OK, n = 0;
+    for (int t = 1; rc == K3_OK; t = t * 2 < max_threads ? t * 2 : max_threads) {
+        if (!(pool[n++] = pool_open(t))) rc = K3_ENOMEM;
+        if (t == max_threads) break;
     }
-    return K3_OK;
+    for (size_t i = 0; rc == K3_OK && i < sizeof shapes / sizeof *shapes; i++)
+        rc = bench_one_shape(&shapes[i], max_threads, pool, only, out);
+    for (int i = 0; i < n; i++) pool_close(pool[i]);
+    return rc;
 }
 
 static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con,

@@ -64,7 +64,8 @@ typedef struct {
     void *block;
     uint64_t seed;
     uint8_t *room;          /* one expert's bytes       */
-    float *zp, *hp, *local; /* packed z, packed h, tile */
+    float *z;               /* f32[latent], of the next question of a chain */
+    float *scratch;         /* of expert_one */
     int64_t *Q;             /* i64[latent], of the last answer */
     question q[N_QUESTIONS * N_CHAIN];
     sample *samples;          /* [requests] */
@@ -181,22 +182,14 @@ static void hop_fill(hop *h, float *z) {
 static int question_solve(hop *h, const question *q, const float *z, int64_t *Q) {
     const expert_math *m = &h->math;
     k3_error err = {{0}};
-    expert_view x;
     memset(Q, 0, m->latent * sizeof *Q);
-    m->k->pack(h->zp, 1, 0, z, m->latent);
     for (uint32_t i = 0; i < q->n; i++) {
+        expert_view x;
         int rc = k3_expert_read(h->e, q->il, q->ie[i], h->room, &x, &err);
         if (rc < 0) return fail_status(rc, &err);
-        for (size_t row = 0; row < m->inter; row += ROW_TILE)
-            expert_inner_rows(m, &x, row, tile_rows(row, m->inter), h->zp, 1, h->hp, h->local);
-        for (size_t row = 0; row < m->latent; row += ROW_TILE) {
-            size_t rows = tile_rows(row, m->latent);
-            expert_outer_rows(m, &x, row, rows, h->hp, 1, h->local);
-            if (m->k->add_q40(Q + row, h->local, q->w[i], rows) < rows)
-                return fail(FAIL_MODEL,
-                            "layer %u, expert %u: an output is NaN or not below 2^17 in size",
-                            q->il, q->ie[i]);
-        }
+        if (!expert_one(m, &x, z, q->w[i], Q, h->scratch))
+            return fail(FAIL_MODEL, "layer %u, expert %u: an output is NaN or not below 2^17 in size",
+                        q->il, q->ie[i]);
     }
     return DONE;
 }
@@ -286,10 +279,10 @@ static bool hop_ask(hop *h, const question *q, const float *z, sample *s) {
 static int hop_chain(hop *h, const question *q, uint32_t n_chain, sample *s) {
     *s = (sample){{0}};
     for (uint32_t k = 0; k < n_chain; k++) {
-        if (k > 0) chain_next(h, h->Q, h->zp); /* from the answer */
+        if (k > 0) chain_next(h, h->Q, h->z); /* from the answer */
         tier_stats before, after;
         tier_stats_get(h->far, &before);
-        bool is_whole = hop_ask(h, &q[k], k > 0 ? h->zp : q[0].z, s);
+        bool is_whole = hop_ask(h, &q[k], k > 0 ? h->z : q[0].z, s);
         tier_stats_get(h->far, &after);
         if (after.refused > before.refused || after.lost > before.lost) {
             char why[512] = "the connection is lost";
@@ -520,9 +513,8 @@ static void *hop_take(uint64_t n, size_t size, bool *is_ok) {
 static int hop_memory(hop *h) {
     bool is_ok = true;
     h->room = hop_take(k3_expert_room(h->e), 1, &is_ok);
-    h->zp = hop_take(k3_pad(h->m.latent), sizeof *h->zp, &is_ok);
-    h->hp = hop_take(k3_pad(h->m.inter), sizeof *h->hp, &is_ok);
-    h->local = hop_take(2 * ROW_TILE, sizeof *h->local, &is_ok);
+    h->z = hop_take(h->m.latent, sizeof *h->z, &is_ok);
+    h->scratch = hop_take(expert_one_floats(&h->math), sizeof *h->scratch, &is_ok);
     h->Q = hop_take(h->m.latent, sizeof *h->Q, &is_ok);
     h->samples = hop_take(h->a->requests, sizeof *h->samples, &is_ok);
     h->sorted = hop_take(h->a->requests, sizeof *h->sorted, &is_ok);
@@ -539,9 +531,8 @@ static void hop_free(hop *h) {
         free(h->q[i].want);
     }
     free(h->room);
-    free(h->zp);
-    free(h->hp);
-    free(h->local);
+    free(h->z);
+    free(h->scratch);
     free(h->Q);
     free(h->samples);
     free(h->sorted);

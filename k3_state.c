@@ -62,6 +62,7 @@
  * the speed of level 1 and 1 % more bytes.
  */
 #include "k3_error.h"
+#include "k3_pool.h"
 #include "k3_state.h"
 #include "k3_temp.h"
 
@@ -708,8 +709,31 @@ typedef struct {
     int n;
     int fd;
     const char *name;
+    const section *section; /* the one at work */
+    k3_pool *pool;
     k3_error *err;
 } crew;
+
+#define PIECE_NS 1000000 /* what a piece roughly takes one thread */
+
+static void crew_pack(void *ctx, size_t i, int i_thread) {
+    crew *c = ctx;
+    (void)i_thread;
+    piece_pack(&c->w[i]);
+}
+
+static void crew_write(void *ctx, size_t i, int i_thread) {
+    crew *c = ctx;
+    worker *w = &c->w[i];
+    (void)i_thread;
+    w->rc = write_at(c->fd, w->stored, PIECE_HEAD + (size_t)w->n_stored, w->at, c->name, &w->err);
+}
+
+static void crew_unpack(void *ctx, size_t i, int i_thread) {
+    crew *c = ctx;
+    (void)i_thread;
+    piece_unpack(&c->w[i], c->fd, c->section, c->name);
+}
 
 /* The step's scratch is the crew's until k3_state_end. */
 static void crew_open(crew *c, k3_engine *e, bool packs, int fd, const char *name, k3_error *err) {
@@ -718,6 +742,7 @@ static void crew_open(crew *c, k3_engine *e, bool packs, int fd, const char *nam
     c->n = workers_open(c->w, scratch, room, k3_engine_threads(e), packs);
     c->fd = fd;
     c->name = name;
+    c->pool = k3_state_pool(e);
     c->err = err;
 }
 
@@ -744,17 +769,13 @@ static int section_write(crew *c, const source *from, head *h, section *x) {
     x->first = h->file_bytes;
     for (int n = c->n; rc == 0 && n == c->n;) {
         for (n = 0; n < c->n && walk_next(&at, &c->w[n].piece); n++) c->w[n].rc = 0;
-#pragma omp parallel for num_threads(c->n) schedule(static)
-        for (int i = 0; i < n; i++) piece_pack(&c->w[i]); /* no floating point here */
+        pool_run(c->pool, (size_t)n, PIECE_NS, crew_pack, c);
         uint64_t begin = h->file_bytes;
         for (int i = 0; i < n; i++) {
             c->w[i].at = h->file_bytes;
             h->file_bytes += PIECE_HEAD + c->w[i].n_stored;
         }
-#pragma omp parallel for num_threads(c->n) schedule(static)
-        for (int i = 0; i < n; i++)
-            c->w[i].rc = write_at(c->fd, c->w[i].stored, PIECE_HEAD + (size_t)c->w[i].n_stored,
-                                  c->w[i].at, c->name, &c->w[i].err);
+        pool_run(c->pool, (size_t)n, PIECE_NS, crew_write, c);
         rc = crew_status(c, n);
         h->n_pieces += (uint64_t)n;
         write_begin(c->fd, begin, h->file_bytes - begin);
@@ -832,8 +853,8 @@ static int section_read(crew *c, const source *to, const section *x, reading *r)
             r->raw += w->piece.n;
             r->n_pieces++;
         }
-#pragma omp parallel for num_threads(c->n) schedule(static)
-        for (int i = 0; i < n; i++) piece_unpack(&c->w[i], c->fd, x, c->name);
+        c->section = x;
+        pool_run(c->pool, (size_t)n, PIECE_NS, crew_unpack, c);
         rc = crew_status(c, n);
     }
     if (rc == 0 && x->first && r->at != x->first + x->n_stored) rc = reading_misfit(c->name, c->err);

@@ -41,6 +41,9 @@ void k3_state_end(k3_engine *e);
  * they were touched since the engine was opened. */
 uint64_t k3_state_stamp(const k3_engine *e);
 
+/* The threads that compute; between begin and end they are the caller's. */
+struct k3_pool *k3_state_pool(const k3_engine *e);
+
 /* One line for the caller's note function, if there is one. */
 void k3_state_note(const k3_engine *e, const char *line);
 

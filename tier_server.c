@@ -200,10 +200,10 @@ typedef struct {
 } log_gate;
 
 typedef struct {
-    uint32_t ie, n, first, at; /* pairs [first, first + n); its first in the batch */
+    expert_task task; /* its pairs, and where its weights are while they are pinned */
+    uint32_t ie;
     int32_t i_slot, i_vram;
     bool is_bad, on_gpu;
-    expert_view view;
 } item;
 
 /* A straight line through what was measured: sums of 1, x, y, xx, xy. */
@@ -241,10 +241,12 @@ typedef struct {
     expert_math math;
     store st;
     uint32_t n_moe, n_threads;
+    k3_pool *pool; /* of n_threads */
 
     float *zp, *zpair, *hpair, *local; /* section 5 */
     uint64_t local_floats;
-    item *items, **batch;
+    item *items;
+    expert_task **batch;
     uint32_t *pair_row;
     float *pair_w;
     gpu *gpu; /* NULL: none; turned off it stays open until the end */
@@ -308,12 +310,12 @@ static bool store_pin(server *s, uint32_t il, item *it) {
     store *st = &s->st;
     size_t i = index_of(s, il, it->ie);
     pthread_mutex_lock(&st->lock);
-    if (st->heat[i] >= 0) st->heat[i] += (float)it->n;
+    if (st->heat[i] >= 0) st->heat[i] += (float)it->task.n;
     it->i_slot = st->slot_of[i];
     it->i_vram = st->vram_of[i];
     if (it->i_slot != NONE) {
         st->slots[it->i_slot].pins++;
-        it->view = st->slots[it->i_slot].view;
+        it->task.view = st->slots[it->i_slot].view;
     }
     if (it->i_vram != NONE) st->vram[it->i_vram].pins++;
     bool is_here = it->i_slot != NONE || it->i_vram != NONE;
@@ -707,17 +709,17 @@ static void vram_share(server *s, uint32_t n_items) {
     for (uint32_t x = 0; x < n_items; x++) {
         item *it = &s->items[x];
         it->on_gpu = it->i_vram != NONE;
-        n_gpu += it->on_gpu ? it->n : 0;
-        n_cpu += !it->on_gpu && it->i_slot != NONE ? it->n : 0;
+        n_gpu += it->on_gpu ? it->task.n : 0;
+        n_cpu += !it->on_gpu && it->i_slot != NONE ? it->task.n : 0;
     }
     for (uint32_t x = 0; x < n_items && s->gpu_time.n > 0 && s->cpu_ns > 0; x++) {
         item *it = &s->items[x];
-        if (!it->on_gpu || it->i_slot == NONE || n_gpu == it->n || /* it would never be measured */
-            s->cpu_ns * (float)(n_cpu + it->n) >= trend_at(&s->gpu_time, (float)(n_gpu - it->n)))
+        if (!it->on_gpu || it->i_slot == NONE || n_gpu == it->task.n || /* it would never be measured */
+            s->cpu_ns * (float)(n_cpu + it->task.n) >= trend_at(&s->gpu_time, (float)(n_gpu - it->task.n)))
             continue;
         it->on_gpu = false;
-        n_cpu += it->n;
-        n_gpu -= it->n;
+        n_cpu += it->task.n;
+        n_gpu -= it->task.n;
     }
 }
 
@@ -728,7 +730,7 @@ static uint32_t vram_begin(server *s, const tier_request *r, const float *z) {
     for (uint32_t x = 0; x < r->n_experts; x++) {
         const item *it = &s->items[x];
         if (it->on_gpu && !it->is_bad)
-            s->gpu_items[n++] = (gpu_item){(uint32_t)it->i_vram, it->first, it->n};
+            s->gpu_items[n++] = (gpu_item){(uint32_t)it->i_vram, it->task.first, it->task.n};
     }
     if (n == 0 || gpu_begin(s->gpu, z, r->n_rows, s->gpu_items, n, s->pair_row, s->pair_w,
                             r->n_pairs, why, sizeof why) == 0)
@@ -756,79 +758,32 @@ static bool vram_end(server *s, const tier_request *r, const float *z, int64_t *
 
 /* ==== 5. Computing one request =======================================================
  *
- * As section 11 of k3.c does it: experts in batches of as many pairs as scratch has room for, tiles
- * of rows over threads. */
+ * Experts in batches of as many pairs as scratch has room for (experts.c). */
 #define BATCH_PAIRS TIER_MAX_ROWS
-
-/* Each expert's rows of z, packed side by side. */
-static void compute_gather(server *s, const float *z, uint32_t n_rows, uint32_t n_batch) {
-    size_t lat = s->math.latent;
-    if (n_rows == 1) return;
-#pragma omp parallel for num_threads(s->n_threads) schedule(static)
-    for (uint32_t x = 0; x < n_batch; x++) {
-        fp_default();
-        for (uint32_t j = 0; j < s->batch[x]->n; j++)
-            s->math.k->pack(s->zpair + s->batch[x]->at * lat, s->batch[x]->n, j,
-                            z + s->pair_row[s->batch[x]->first + j] * lat, lat);
-    }
-}
-
-/* Q += the terms of one tile of rows, for every expert of the batch. */
-static void compute_outer(server *s, size_t row, uint32_t n_batch, int64_t *Q, float *local) {
-    size_t lat = s->math.latent, rows = tile_rows(row, lat);
-    for (uint32_t x = 0; x < n_batch; x++) {
-        item *it = s->batch[x];
-        expert_outer_rows(&s->math, &it->view, row, rows, s->hpair + it->at * s->math.inter, it->n,
-                          local);
-        for (uint32_t j = 0; j < it->n; j++) {
-            uint32_t pair = it->first + j;
-            if (s->math.k->add_q40(Q + s->pair_row[pair] * lat + row, local + j * rows,
-                                   s->pair_w[pair], rows) == rows)
-                continue;
-#pragma omp atomic write
-            it->is_bad = true;
-        }
-    }
-}
-
-static void compute_batch(server *s, const float *z, uint32_t n_rows, uint32_t n_batch,
-                          int64_t *Q) {
-    size_t lat = s->math.latent, inter = s->math.inter, n_inner = tile_count(inter) * n_batch;
-    compute_gather(s, z, n_rows, n_batch);
-#pragma omp parallel for num_threads(s->n_threads) schedule(static)
-    for (size_t i = 0; i < n_inner; i++) {
-        const item *it = s->batch[i % n_batch];
-        size_t row = i / n_batch * ROW_TILE;
-        fp_default();
-        expert_inner_rows(&s->math, &it->view, row, tile_rows(row, inter),
-                          n_rows == 1 ? s->zp : s->zpair + it->at * lat, it->n,
-                          s->hpair + it->at * inter,
-                          s->local + (size_t)thread_index() * s->local_floats);
-    }
-#pragma omp parallel for num_threads(s->n_threads) schedule(static)
-    for (size_t i = 0; i < tile_count(lat); i++) {
-        fp_default();
-        compute_outer(s, i * ROW_TILE, n_batch, Q,
-                      s->local + (size_t)thread_index() * s->local_floats);
-    }
-}
 
 /* Q = the sum of every item that is here and not bad. Returns whether none went bad in it. */
 static bool compute_sum(server *s, const float *z, uint32_t n_rows, uint32_t n_items, int64_t *Q) {
     bool is_good = true;
+    const expert_batch all = {
+        &expert_mxfp4, s->math,   s->pool, (int)s->n_threads, n_rows,   z,        s->zp,
+        s->pair_row,   s->pair_w, Q,       s->zpair,          s->hpair, s->local, s->local_floats};
     memset(Q, 0, n_rows * s->math.latent * sizeof *Q);
     for (uint32_t x = 0; x < n_items;) {
         uint32_t n_batch = 0, n_pairs = 0;
-        for (; x < n_items && n_pairs + s->items[x].n <= BATCH_PAIRS; x++) {
+        for (; x < n_items && n_pairs + s->items[x].task.n <= BATCH_PAIRS; x++) {
             item *it = &s->items[x];
             if (it->i_slot == NONE || it->is_bad || it->on_gpu) continue;
-            it->at = n_pairs;
-            n_pairs += it->n;
-            s->batch[n_batch++] = it;
+            it->task.at = n_pairs;
+            n_pairs += it->task.n;
+            s->batch[n_batch++] = &it->task;
         }
-        if (n_batch > 0) compute_batch(s, z, n_rows, n_batch, Q);
+        if (n_batch > 0) experts_batch(&all, s->batch, n_batch);
     }
-    for (uint32_t x = 0; x < n_items; x++) is_good = is_good && !s->items[x].is_bad;
+    for (uint32_t x = 0; x < n_items; x++) {
+        item *it = &s->items[x];
+        it->is_bad = it->is_bad || it->task.bad_row != UINT64_MAX;
+        is_good = is_good && !it->is_bad;
+    }
     return is_good;
 }
 
@@ -848,8 +803,8 @@ static void compute_both(server *s, const tier_request *r, const float *z, int64
     for (uint32_t x = 0; x < r->n_experts; x++) {
         item *it = &s->items[x];
         it->on_gpu = it->on_gpu && is_on;
-        n_gpu += it->on_gpu ? it->n : 0;
-        n_cpu += !it->on_gpu && it->i_slot != NONE ? it->n : 0;
+        n_gpu += it->on_gpu ? it->task.n : 0;
+        n_cpu += !it->on_gpu && it->i_slot != NONE ? it->task.n : 0;
     }
     compute_cpu(s, r, z, Q);
     average(&s->cpu_ns, clock_ns() - start, n_cpu);
@@ -871,11 +826,12 @@ static size_t compute_request(server *s, const tier_request *r, const float *z, 
     for (uint32_t x = 0; x < r->n_experts; x++) {
         item *it = &s->items[x];
         *it = (item){.ie = tier_get16(r->experts + 4 * x),
-                     .n = tier_get16(r->experts + 4 * x + 2),
-                     .first = first,
+                     .task = {.n = tier_get16(r->experts + 4 * x + 2),
+                              .first = first,
+                              .bad_row = UINT64_MAX},
                      .i_slot = NONE,
                      .i_vram = NONE};
-        first += it->n;
+        first += it->task.n;
         n_here += !is_stale && store_pin(s, r->il, it);
     }
     for (uint32_t i = 0; i < r->n_pairs; i++) s->pair_row[i] = tier_get16(r->rows + 2 * i);
@@ -2573,7 +2529,7 @@ static int memory_plan(server *s) {
              scratch = (BATCH_PAIRS * (lat + s->m.inter) + lat) * sizeof(float) +
                        s->n_threads * s->local_floats * sizeof(float) +
                        pairs * (sizeof *s->pair_row + sizeof *s->pair_w) +
-                       s->m.n_experts * (sizeof(item) + sizeof(item *)),
+                       s->m.n_experts * (sizeof(item) + sizeof(expert_task *)),
              tls = s->tls ? TLS_SHARED_BYTES + TIER_TLS_BYTES * (s->o.clients + MAX_STATUS) : 0,
              fixed = OVERHEAD_BYTES + n * memory_tables(s) + client * s->o.clients +
                      stager * MAX_STAGERS + scratch + tls + (s->o.has_gpu ? GPU_BYTES : 0) +
@@ -2608,12 +2564,14 @@ static int memory_take(server *s) {
     s->hpair = take(BATCH_PAIRS * (size_t)s->m.inter, sizeof(float));
     s->local = take(s->n_threads * s->local_floats, sizeof(float));
     s->items = calloc(s->m.n_experts, sizeof *s->items);
-    s->batch = calloc(s->m.n_experts, sizeof(item *));
+    s->batch = calloc(s->m.n_experts, sizeof(expert_task *));
     s->pair_row = calloc(pairs, sizeof *s->pair_row);
     s->pair_w = calloc(pairs, sizeof *s->pair_w);
+    if (!s->pool) s->pool = pool_open((int)s->n_threads);
     if (!st->bytes || !st->slots || !st->free || !st->pins || !st->slot_of || !st->vram_of ||
         !st->heat || !st->is_coming || !st->is_written || !st->sum || !st->held || !st->version || !s->zp ||
-        !s->zpair || !s->hpair || !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w)
+        !s->zpair || !s->hpair || !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w ||
+        !s->pool)
         return fail(FAIL_IO, "out of memory for %u experts", st->n_slots);
     return DONE;
 }
@@ -2983,6 +2941,7 @@ static bool server_close(server *s) {
     k3_engine_close(s->part);
     free(s->list.list);
     memory_close(s);
+    pool_close(s->pool);
     if (s->dump && s->dump != stderr) fclose(s->dump);
     OPENSSL_cleanse(s->key, sizeof s->key);
     return is_kept;

@@ -101,7 +101,7 @@ static double pace_measure(const k3_kernels *k, bool is_mxfp4, size_t batch) {
 }
 
 /* Positions that share one expert of a chunk, on average: the batch its weights are read for. */
-static size_t expert_batch(const k3_shape *sh, uint64_t n_pos) {
+static size_t expert_share(const k3_shape *sh, uint64_t n_pos) {
     double distinct = forecast_distinct(sh->n_experts, sh->top_k, n_pos);
     double n = distinct > 0 ? (double)n_pos * sh->top_k / distinct : 1;
     return n < 1 ? 1 : n > 64 ? 64 : (size_t)(n + 0.5);
@@ -113,7 +113,7 @@ static double compute_seconds(const forecast *f, const k3_kernels *k, double bf1
     uint64_t chunk = f->p->chunk && f->p->chunk < n_pos ? f->p->chunk : n_pos;
     forecast_flops(f->sh, n_pos, &trunk, &experts);
     if (rate > 0) return (trunk + experts) / rate;
-    double mxfp4 = k ? pace_measure(k, true, expert_batch(f->sh, chunk)) : 0;
+    double mxfp4 = k ? pace_measure(k, true, expert_share(f->sh, chunk)) : 0;
     return bf16 > 0 && mxfp4 > 0 ? (trunk / bf16 + experts / mxfp4) / n : 0;
 }
 

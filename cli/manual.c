@@ -75,9 +75,7 @@ static void manual_environment(void) {
     puts(".TP\n\\fBK3_MODEL\\fR\nThe model directory where no \\-\\-model is given; empty it is "
          "none.");
     puts(".TP\n\\fBK3_TIER\\fR\nThe k3\\-tier program that \\-\\-gpu starts.");
-    puts(".TP\n\\fBOMP_WAIT_POLICY\\fR\n\\fIpassive\\fR keeps waiting threads from spinning on a "
-         "machine "
-         "that does other work too.\nOMP_NUM_THREADS is not read: \\-\\-threads N.");
+    puts(".TP\n\\fBOMP_NUM_THREADS\\fR\nIs not read: \\-\\-threads N.");
 }
 
 static void manual_see_also(const char *but) {

@@ -16,7 +16,7 @@ for set in "${@:-build}"; do
     build) want="$want gcc make libc6-dev libjson-c-dev liburing-dev
            libxxhash-dev libedit-dev libzstd-dev libssl-dev libcurl4-openssl-dev" ;;
     test) want="$want python3 python3-numpy zstd openssl iproute2 nftables pkgconf groff-base" ;;
-    ci) want="$want clang libomp-dev @libclang-rt gcc-aarch64-linux-gnu qemu-user
+    ci) want="$want clang @libclang-rt gcc-aarch64-linux-gnu qemu-user
               libc6-dev-arm64-cross libjson-c-dev:arm64 liburing-dev:arm64
               libzstd-dev:arm64 libssl-dev:arm64" ;;
     *) echo "deps.sh: unknown set '$set': build, test or ci" >&2; exit 2 ;;

@@ -26,7 +26,6 @@
 # the same logits_fnv, else exit 5. What misses an aim is marked, and no fault of this script's.
 set -u
 export LC_ALL=C
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 cd "$(dirname "$0")/.." || exit 1
 names=" BUILD PYTHON MODEL DIR LAYERS EXPERTS COLD_RAM WARM_RAM BOX_RAM BOX_THREADS THREADS ROUNDS TOKENS PROMPTS LIMIT DIRECT BOX_OPTIONS KINDS "
 for word in "$@"; do

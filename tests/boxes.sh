@@ -5,7 +5,6 @@
 # shellcheck shell=bash disable=SC2034,SC2154
 set -u
 export LC_ALL=C
-export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
 K3=${K3:-build/k3}
 K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier}
 CHAOS=${CHAOS:-$(dirname "$K3")/tier_chaos}

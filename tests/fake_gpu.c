@@ -107,24 +107,15 @@ int gpu_begin(gpu *g, const float *z, uint32_t n_rows, const gpu_item *items, ui
 }
 
 static void compute(gpu *g, const gpu_item *it, int64_t *Q, uint8_t *is_bad) {
-    size_t lat = g->o.latent, inter = g->o.inter;
-    float *zp = aligned_alloc(64, (lat * 4 + 63) / 64 * 64),
-          *hp = aligned_alloc(64, (inter * 4 + 63) / 64 * 64), local[2 * ROW_TILE];
+    size_t lat = g->o.latent;
+    float *scratch = aligned_alloc(64, (expert_one_floats(&g->math) * 4 + 63) / 64 * 64);
     expert_view x;
     const uint8_t *p = g->bytes + it->slot * g->one;
     for (int k = 0; k < 6; p += g->part[k++]) x.p[k] = p;
-    for (uint32_t j = it->first; j < it->first + it->n; j++) {
-        g->math.k->pack(zp, 1, 0, g->z + g->row[j] * lat, lat);
-        for (size_t row = 0; row < inter; row += ROW_TILE)
-            expert_inner_rows(&g->math, &x, row, tile_rows(row, inter), zp, 1, hp, local);
-        for (size_t row = 0; row < lat; row += ROW_TILE) {
-            size_t n = tile_rows(row, lat);
-            expert_outer_rows(&g->math, &x, row, n, hp, 1, local);
-            if (g->math.k->add_q40(Q + g->row[j] * lat + row, local, g->w[j], n) != n) *is_bad = 1;
-        }
-    }
-    free(zp);
-    free(hp);
+    for (uint32_t j = it->first; j < it->first + it->n; j++)
+        if (!expert_one(&g->math, &x, g->z + g->row[j] * lat, g->w[j], Q + g->row[j] * lat, scratch))
+            *is_bad = 1;
+    free(scratch);
 }
 
 int gpu_end(gpu *g, int64_t *Q, uint8_t *is_bad, uint64_t *took_ns, char *why, size_t n_why) {

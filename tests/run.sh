@@ -21,6 +21,7 @@ replay() {
 # shellcheck disable=SC2086
 compute() {
     run "$BUILD/test_kernels" $quick
+    run "$BUILD/test_pool"
     run "$BUILD/test_text"
     run "$BUILD/test_unicode" $quick
     run "$BUILD/test_model"

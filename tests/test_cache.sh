@@ -10,7 +10,6 @@
 # demo/bits.tsv, with a kill in the midst of a save. --quick is for sanitizers: each asks once.
 set -u
 export LC_ALL=C
-export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
 cd "$(dirname "$0")/.." || exit 1
 K3=${K3:-build/k3}
 case $K3 in /*) ;; *) K3=$PWD/$K3 ;; esac

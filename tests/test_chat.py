@@ -25,7 +25,6 @@ import time
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 K3 = os.path.abspath(os.environ.get("K3", os.path.join(TOP, "build/k3")))
 os.chdir(TOP)
-os.environ["OMP_WAIT_POLICY"] = "passive"
 QUICK = "--quick" in sys.argv  # under a sanitizer
 TMP = tempfile.TemporaryDirectory()
 n_passed = n_failed = n_skipped = 0

@@ -9,7 +9,6 @@
 set -u
 export LC_ALL=C
 unset K3_MODEL OMP_NUM_THREADS
-export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 # on a shared machine a spinning thread waits for itself
 cd "$(dirname "$0")/.." || exit 1
 K3=${K3:-build/k3}
 case $K3 in /*) ;; *) K3=$PWD/$K3 ;; esac

@@ -157,41 +157,48 @@ static void request_fill(request *r, const model *m, uint32_t n_rows, uint32_t n
     }
 }
 
-static void request_expect(request *r, model *m) {
-    size_t lat = m->latent, inter = m->inter;
-    memset(r->want, 0, r->n_rows * lat * 8);
-#pragma omp parallel
-    {
-        float *zp = aligned_alloc(64, lat * 4), *hp = aligned_alloc(64, inter * 4),
-              *local = aligned_alloc(64, 2ull * ROW_TILE * 4);
-        int64_t *term = malloc(lat * 8);
-        fp_default();
-#pragma omp for schedule(dynamic)
-        for (uint32_t x = 0; x < r->n_items; x++) {
-            const gpu_item *it = &r->items[x];
-            expert_view v = expert_of(m, it->slot);
-            r->want_bad[x] = 0;
-            for (uint32_t j = 0; j < it->n; j++) {
-                size_t to = r->row[it->first + j] * lat;
-                m->math.k->pack(zp, 1, 0, r->z + to, lat);
-                for (size_t row = 0; row < inter; row += ROW_TILE)
-                    expert_inner_rows(&m->math, &v, row, tile_rows(row, inter), zp, 1, hp, local);
-                memset(term, 0, lat * 8);
-                for (size_t row = 0; row < lat; row += ROW_TILE) {
-                    size_t n = tile_rows(row, lat);
-                    expert_outer_rows(&m->math, &v, row, n, hp, 1, local);
-                    if (m->math.k->add_q40(term + row, local, r->w[it->first + j], n) != n)
-                        r->want_bad[x] = 1;
-                }
-#pragma omp critical
-                for (size_t i = 0; i < lat; i++) r->want[to + i] += term[i];
-            }
-        }
-        free(zp);
-        free(hp);
-        free(local);
-        free(term);
+/* What the device must give: each expert by itself, so that a bad one is known. */
+typedef struct {
+    request *r;
+    model *m;
+    float *scratch; /* [threads][floats] */
+    int64_t *term;  /* [threads][latent] */
+    size_t floats;
+    pthread_mutex_t lock;
+} expect_loop;
+
+static void expect_expert(void *ctx, size_t x, int i_thread) {
+    expect_loop *l = ctx;
+    request *r = l->r;
+    const gpu_item *it = &r->items[x];
+    size_t lat = l->m->latent;
+    expert_view v = expert_of(l->m, it->slot);
+    int64_t *term = l->term + (size_t)i_thread * lat;
+    r->want_bad[x] = 0;
+    for (uint32_t j = it->first; j < it->first + it->n; j++) {
+        memset(term, 0, lat * 8);
+        if (!expert_one(&l->m->math, &v, r->z + r->row[j] * lat, r->w[j], term,
+                        l->scratch + (size_t)i_thread * l->floats))
+            r->want_bad[x] = 1;
+        pthread_mutex_lock(&l->lock);
+        for (size_t i = 0; i < lat; i++) r->want[r->row[j] * lat + i] += term[i];
+        pthread_mutex_unlock(&l->lock);
     }
+}
+
+static void request_expect(request *r, model *m) {
+    static k3_pool *pool;
+    int n = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    expect_loop l = {.r = r, .m = m, .floats = (expert_one_floats(&m->math) + 15) / 16 * 16};
+    if (!pool) pool = pool_open(n);
+    memset(r->want, 0, r->n_rows * (size_t)m->latent * 8);
+    l.scratch = aligned_alloc(64, (size_t)n * l.floats * 4);
+    l.term = malloc((size_t)n * m->latent * 8);
+    pthread_mutex_init(&l.lock, NULL);
+    pool_run(pool, r->n_items, 1000000, expect_expert, &l);
+    pthread_mutex_destroy(&l.lock);
+    free(l.scratch);
+    free(l.term);
 }
 
 static bool request_run(gpu *g, request *r, uint32_t latent) {

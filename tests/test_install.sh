@@ -19,7 +19,7 @@ ok() { # NAME, then a command that must succeed
     if "$@"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "install: FAILED $name"; fi
 }
 same() { [ "$1" = "$2" ] || { printf "  got  '%.300s'\n  want '%.300s'\n" "$1" "$2"; false; }; }
-does() { BUILD=$BUILD PREFIX=$prefix DESTDIR=$dest LIBS="-fopenmp $K3_LIBS" scripts/install.sh "$1"; }
+does() { BUILD=$BUILD PREFIX=$prefix DESTDIR=$dest LIBS="$K3_LIBS" scripts/install.sh "$1"; }
 
 # Into an empty place, with a blank in its name, and out again.
 dest="$T/a stage" prefix=/usr

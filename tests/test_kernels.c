@@ -17,6 +17,7 @@
  */
 #include "test.h"
 
+#include "../k3_pool.h"
 #include "../kernels.h"
 
 #include <fenv.h>
@@ -1489,37 +1490,42 @@ static void sweep_add(sweep_result *sum, const sweep_result *r) {
         for (int w = 0; w < N_SWEEPS; w++) sum->bad[k][w] += r->bad[k][w];
 }
 
-/* Every stride-th bit pattern but the NaNs; all of them in parallel where there is OpenMP
- * (a short sweep is not worth threads that spin at barriers under an emulator). */
+/* One sweep over bit patterns; each thread has a block and a result of its own. */
+typedef struct {
+    uint64_t stride;
+    sweep_block *block;
+    sweep_result *result;
+} sweep_loop;
+
+static void sweep_one_block(void *ctx, size_t i_block, int i_thread) {
+    const sweep_loop *l = ctx;
+    sweep_block *b = &l->block[i_thread];
+    size_t n = 0;
+    for (uint64_t i = 0; i < SWEEP; i++) {
+        uint64_t bits = ((uint64_t)i_block * SWEEP + i) * l->stride;
+        if (bits < (uint64_t)1 << 32 && (bits & 0x7fffffff) <= 0x7f800000)
+            b->x[n++] = oracle_from_bits((uint32_t)bits);
+    }
+    sweep_run(b, n, &l->result[i_thread]);
+}
+
+/* Every stride-th bit pattern but the NaNs; all of them on all cores. */
 static void sweep_patterns(uint64_t stride, sweep_result *sum) {
     uint64_t n_patterns = (((uint64_t)1 << 32) + stride - 1) / stride;
-    int64_t n_blocks = (int64_t)((n_patterns + SWEEP - 1) / SWEEP);
-#ifdef _OPENMP
-#pragma omp parallel if (stride == 1)
-#endif
-    {
-        sweep_block *b = malloc(sizeof *b);
-        sweep_result mine = {.n_sweeps = sum->n_sweeps};
-        if (!b) abort();
-        sweep_init(b);
-#ifdef _OPENMP
-#pragma omp for schedule(dynamic, 16)
-#endif
-        for (int64_t block = 0; block < n_blocks; block++) {
-            size_t n = 0;
-            for (uint64_t i = 0; i < SWEEP; i++) {
-                uint64_t bits = ((uint64_t)block * SWEEP + i) * stride;
-                if (bits < (uint64_t)1 << 32 && (bits & 0x7fffffff) <= 0x7f800000)
-                    b->x[n++] = oracle_from_bits((uint32_t)bits);
-            }
-            sweep_run(b, n, &mine);
-        }
-#ifdef _OPENMP
-#pragma omp critical
-#endif
-        sweep_add(sum, &mine);
-        free(b);
+    int n_threads = stride == 1 ? (int)sysconf(_SC_NPROCESSORS_ONLN) : 1;
+    k3_pool *threads = n_threads > 1 ? pool_open(n_threads) : NULL;
+    sweep_loop l = {stride, malloc((size_t)n_threads * sizeof *l.block),
+                    calloc((size_t)n_threads, sizeof *l.result)};
+    if (!l.block || !l.result) abort();
+    for (int i = 0; i < n_threads; i++) {
+        sweep_init(&l.block[i]);
+        l.result[i].n_sweeps = sum->n_sweeps;
     }
+    pool_run(threads, (n_patterns + SWEEP - 1) / SWEEP, 100000, sweep_one_block, &l);
+    for (int i = 0; i < n_threads; i++) sweep_add(sum, &l.result[i]);
+    pool_close(threads);
+    free(l.block);
+    free(l.result);
 }
 
 static void sweep_report(const char *patterns, uint64_t stride) {

@@ -12,7 +12,6 @@
 # short by name, so it is a real copy, of one shard.
 set -u
 export LC_ALL=C
-export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
 K3=${K3:-build/k3}
 MODEL=$1
 RUNS=$2

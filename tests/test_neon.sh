@@ -15,7 +15,6 @@ if ! echo 'int main(void) { return 0; }' | $cc -x c -o /dev/null - -luring -ljso
 fi
 dir=$BUILD-neon
 make -s BUILD="$dir" CC=$cc LDFLAGS=-static CURL=0 all "$dir/test_kernels" "$dir/test_engine" || { echo "neon: 0 passed, 1 failed, 0 skipped"; exit 1; }
-export OMP_WAIT_POLICY=passive
 emulate="timeout -k 1 1200 qemu-aarch64"
 out=$(mktemp) || exit 1
 trap 'rm -f "$out"' EXIT

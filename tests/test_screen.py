@@ -82,7 +82,7 @@ class Program:
         if self.pid == 0:
             # the size is set before the program begins
             fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-            os.environ.update({"TERM": "xterm", "OMP_WAIT_POLICY": "passive"}, **(env or {}))
+            os.environ.update({"TERM": "xterm"}, **(env or {}))
             os.execv(argv[0], argv)
         self.data = b""
 

@@ -330,7 +330,7 @@ static bool is_held(uint32_t il, uint32_t ie) {
 /* Room for three: what is wanted comes, the coldest goes, what is in use stays. */
 static void test_store(const char *dir) {
     uint8_t wish[4 * 40];
-    item five = {.ie = 5}, six = {.ie = 6, .n = 1};
+    item five = {.ie = 5}, six = {.ie = 6, .task.n = 1};
     uint32_t il = sv.m.n_dense;
     server_close(&sv);
     open_server(dir, 1u << 30);

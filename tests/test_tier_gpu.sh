@@ -8,7 +8,7 @@
 # with a CPU that plays GPU (fake_gpu.c); --device, of `make test-gpu`, takes a real one, which fails
 # when it wants to. Every run must give the logits_fnv of a run without boxes.
 set -u
-export LC_ALL=C OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
+export LC_ALL=C
 K3=${K3:-build/k3}
 K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier-fake}
 MODEL=${1:-demo}

@@ -9,7 +9,6 @@
 # skipped.
 set -u
 export LC_ALL=C
-export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
 K3=${K3:-build/k3}
 K3_TIER=${K3_TIER:-$(dirname "$K3")/k3-tier}
 MODEL=${1:-demo}

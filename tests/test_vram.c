@@ -140,27 +140,17 @@ static void check_store(const char *after) {
 /* Q += the terms of one expert, none when one of them is out of range. */
 static bool add_expert(int64_t *Q, size_t i, const float *z, const uint32_t *row, const float *w,
                        uint32_t n) {
-    size_t lat = sv.m.latent, inter = sv.m.inter;
-    float *zp = aligned_alloc(64, (lat * 4 + 63) / 64 * 64),
-          *hp = aligned_alloc(64, (inter * 4 + 63) / 64 * 64), local[2 * ROW_TILE];
+    size_t lat = sv.m.latent;
     int64_t *sum = calloc(N_ROWS * lat, 8);
     expert_math m = sv.math;
     expert_view x = view_at(bytes + i * sv.expert_bytes);
+    float *scratch = aligned_alloc(64, (expert_one_floats(&m) * 4 + 63) / 64 * 64);
     bool is_good = true;
     m.k = &k3_kernels_ref;
-    for (uint32_t j = 0; j < n; j++) {
-        m.k->pack(zp, 1, 0, z + row[j] * lat, lat);
-        for (size_t r = 0; r < inter; r += ROW_TILE)
-            expert_inner_rows(&m, &x, r, tile_rows(r, inter), zp, 1, hp, local);
-        for (size_t r = 0; r < lat; r += ROW_TILE) {
-            size_t k = tile_rows(r, lat);
-            expert_outer_rows(&m, &x, r, k, hp, 1, local);
-            is_good = m.k->add_q40(sum + row[j] * lat + r, local, w[j], k) == k && is_good;
-        }
-    }
+    for (uint32_t j = 0; j < n; j++)
+        is_good = expert_one(&m, &x, z + row[j] * lat, w[j], sum + row[j] * lat, scratch) && is_good;
     for (size_t k = 0; is_good && k < N_ROWS * lat; k++) Q[k] += sum[k];
-    free(zp);
-    free(hp);
+    free(scratch);
     free(sum);
     return is_good;
 }
@@ -246,7 +236,7 @@ static void step_pin(void) {
     n_pinned = some_experts(ie, 1 + below(N_ITEMS));
     il_pinned = sv.m.n_dense + below(N_LAYERS);
     for (uint32_t k = 0; k < n_pinned; k++) {
-        pinned[k] = (item){.ie = ie[k], .n = 1 + below(40)};
+        pinned[k] = (item){.ie = ie[k], .task.n = 1 + below(40)};
         store_pin(&sv, il_pinned, &pinned[k]);
     }
 }
@@ -412,7 +402,7 @@ static void test_hits(const char *dir) {
     CHECK(!is_1_in_vram());
     nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL); /* it sleeps */
     for (int k = 0; k < 60; k++) {
-        item it = {.ie = 1, .n = 3};
+        item it = {.ie = 1, .task.n = 3};
         CHECK(store_pin(&sv, sv.m.n_dense, &it));
         store_unpin(&sv, &it, 1);
     }
@@ -423,7 +413,7 @@ static void test_hits(const char *dir) {
 /* A read for which the only slot was in use comes as soon as it is not. */
 static void test_unpin(const char *dir) {
     pthread_t thread;
-    item it = {.ie = 1, .n = 1};
+    item it = {.ie = 1, .task.n = 1};
     uint8_t wish[4];
     open_server(dir, 1, 1);
     put(1);
@@ -468,7 +458,7 @@ static void test_pins(const char *dir) {
 static uint32_t shared_out(void) {
     item items[16];
     uint32_t n = 0;
-    for (int x = 0; x < 16; x++) items[x] = (item){.n = 1, .i_slot = x, .i_vram = x};
+    for (int x = 0; x < 16; x++) items[x] = (item){.task.n = 1, .i_slot = x, .i_vram = x};
     sv.items = items;
     vram_share(&sv, 16);
     for (int x = 0; x < 16; x++) n += !items[x].on_gpu;
