@@ -183,7 +183,8 @@ $(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o
 
 # Client and server in one program, so without the client's object.
 $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c tier_server.c tier_client.c tier_keep.h \
-  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_temp.o $(BUILD)/tier_dial.o $(BUILD)/tier_tls.o $(KERNELS)
+  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_temp.o $(BUILD)/experts.o $(BUILD)/k3_pool.o \
+  $(BUILD)/tier_dial.o $(BUILD)/tier_tls.o $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ tests/fuzz_tier.c \
 	  tests/fuzz_replay.c $(filter %.o,$^) $(K3_LIBS)

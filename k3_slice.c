@@ -893,6 +893,43 @@ static uint32_t stage_missing(const wire *w, slice_expert *list, uint32_t n) {
     return n_left;
 }
 
+/* The box keeps what came on its disk (--keep): wait until it says that all is written. It may write
+ * as long as it gets on; with no progress for STAGE_WRITE_MS that is said. */
+#define STAGE_WRITE_MS 120000u
+static int stage_written(job *j, wire *w) {
+    const uint8_t *p = w->in + TIER_HEAD_BYTES;
+    const struct timespec pause = {.tv_nsec = 20000000};
+    uint64_t most = 0, least = UINT64_MAX, until = 0;
+    tier_head h;
+    for (;;) {
+        w->id++;
+        if (!wire_send(w, TIER_STATS, 0) || !wire_read(w, TIER_STATS, TIER_STATS, &h))
+            return interrupted
+                       ? fail(INTERRUPTED, "interrupted; the box goes on writing")
+                       : fail(w->code, "stage %s: has the box written all? %s", w->addr, w->why);
+        uint64_t left = tier_get64(p + 8 * TIER_STAT_UNWRITTEN);
+        if (tier_get64(p + 8 * TIER_STAT_UNKEPT))
+            return fail(FAIL_IO,
+                        "stage %s: the box serves what came but could not write it (--keep): "
+                        "it says why; make room there, start it again, stage again",
+                        w->addr);
+        if (left == 0) return DONE;
+        if (left > most) most = left;
+        if (left < least) least = left, until = clock_ns() + STAGE_WRITE_MS * 1000000ull;
+        if (clock_ns() >= until)
+            return fail(FAIL_IO,
+                        "stage %s: the box has not written %llu experts (--keep) and gets no "
+                        "further; is its disk well?",
+                        w->addr, (unsigned long long)left);
+        j->con.verb = "the box writes";
+        j->base = 0;
+        if (job_progress(j, (most - left) * j->sh->expert_bytes, most * j->sh->expert_bytes) !=
+            DONE)
+            return fail(INTERRUPTED, "interrupted; the box goes on writing");
+        nanosleep(&pause, NULL);
+    }
+}
+
 static int stage_run(job *j, wire *w) {
     staging g = {.n = j->n};
     char size[32];
@@ -909,11 +946,13 @@ static int stage_run(job *j, wire *w) {
         nanosleep(&pause, NULL);
         rc = stage_list(j, w, j->list, g.n_busy, &g);
     }
+    uint64_t took = clock_ns() - start;
+    if (rc == DONE) rc = stage_written(j, w);
     console_clear(&j->con);
     uint64_t bytes = g.n_sent * j->sh->expert_bytes;
     printf("%s: %u experts sent (%s), %u skipped, %u left out%s; %.2f GB/s\n", w->addr, g.n_sent,
            fmt_bytes(size, bytes), g.n_had, j->n - g.n_sent - g.n_had,
-           g.is_full ? ", the box is full" : "", per_second(bytes, clock_ns() - start) * 1e-9);
+           g.is_full ? ", the box is full" : "", per_second(bytes, took) * 1e-9);
     if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);
     return rc;
 }

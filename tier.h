@@ -191,7 +191,8 @@ void tier_stats_get(const tier *t, tier_stats *out);
  * with another welcome and a resident frame. Then, expert by expert: the client offers one, the
  * server's verdict is that it wants it, the client sends its pieces in order and commits, the
  * server's verdict is that it has it. With any other verdict the client goes on to the next expert.
- * What is not committed when the connection ends is forgotten.
+ * What is not committed when the connection ends is forgotten. Between experts the client may ask for
+ * stats; a box with --keep then writes at once what it has not written (TIER_STAT_UNWRITTEN).
  *
  * hello, 112 bytes                         client to server
  *      0  32  numerics id, padded with 0
@@ -326,6 +327,8 @@ enum tier_stat {
     TIER_STAT_VRAM_HELD,
     TIER_STAT_GPU_SERVED,
     TIER_STAT_REFUSED, /* connections that were no good for a welcome */
+    TIER_STAT_UNWRITTEN, /* staged experts that --keep has not written yet */
+    TIER_STAT_UNKEPT,    /* 1: --keep cannot write any more                */
     TIER_N_STATS
 };
 

@@ -187,6 +187,17 @@ static bool keep_hurry(keeper *k) {
     return has_more;
 }
 
+/* Experts that are not written yet. *is_dead: none of them will be, and no other. */
+static uint32_t keep_left(keeper *k, bool *is_dead) {
+    *is_dead = false;
+    if (!k->is_running) return 0;
+    pthread_mutex_lock(&k->lock);
+    uint32_t n = k->n_queue;
+    *is_dead = k->is_dead;
+    pthread_mutex_unlock(&k->lock);
+    return n;
+}
+
 /* Write what is left, and end. False: something was not kept. */
 static bool keep_stop(keeper *k) {
     if (k->is_running) {

@@ -1190,6 +1190,9 @@ static void stats_take(server *s, uint64_t out[TIER_N_STATS]) {
     s->stats[TIER_STAT_TOTAL] = (uint64_t)s->n_moe * s->m.n_experts;
     s->stats[TIER_STAT_CLIENTS] = s->n_clients;
     s->stats[TIER_STAT_RSS_BYTES] = rss_bytes();
+    bool is_dead;
+    s->stats[TIER_STAT_UNWRITTEN] = keep_left(&s->keep, &is_dead);
+    s->stats[TIER_STAT_UNKEPT] = is_dead;
     memcpy(out, s->stats, sizeof s->stats);
 }
 
@@ -1609,7 +1612,17 @@ static bool stage_commit(server *s, conn *c, uint64_t id, const uint8_t *p, size
     return stage_answer(s, c, id, g->expert, TIER_HAS);
 }
 
+static bool conn_stats(server *s, conn *c, uint64_t id) {
+    stats_take(s, (uint64_t *)(void *)conn_payload(c));
+    conn_add(s, c, TIER_STATS, id, TIER_N_STATS * 8);
+    return conn_flush(s, c);
+}
+
 static bool stage_act(server *s, conn *c, const tier_head *h, const uint8_t *p) {
+    if (h->type == TIER_STATS && c->stage.has_begun && !c->stage.is_taking) {
+        keep_hurry(&s->keep);
+        return conn_stats(s, c, h->id);
+    }
     switch (h->type) {
     case TIER_BEGIN: return stage_begin(s, c, p, h->n);
     case TIER_OFFER: return stage_offer(s, c, h->id, p, h->n);
@@ -1642,9 +1655,7 @@ static bool conn_act(server *s, conn *c) {
     } else if (c->state == C_UP && h.type == TIER_WISH) {
         is_open = conn_wish(s, c, p, h.n);
     } else if ((c->state == C_UP || c->state == C_STATUS) && h.type == TIER_STATS) {
-        stats_take(s, (uint64_t *)(void *)conn_payload(c));
-        conn_add(s, c, TIER_STATS, h.id, TIER_N_STATS * 8);
-        is_open = conn_flush(s, c);
+        is_open = conn_stats(s, c, h.id);
     } else {
         conn_close(s, c, h.type == TIER_GOODBYE ? NULL : "a frame out of turn");
     }
@@ -1982,6 +1993,8 @@ static const struct {
     {"vram_experts_held", "gauge", "experts in VRAM"},
     {"gpu_experts_served_total", "counter", "experts in sums that the GPU computed"},
     {"connections_refused_total", "counter", "connections refused: another key, model, no place"},
+    {"experts_unwritten", "gauge", "staged experts that --keep has not written yet"},
+    {"keep_failed", "gauge", "1: --keep cannot write any more"},
 };
 
 /* The figures, as Prometheus reads them; how many bytes. */

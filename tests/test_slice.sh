@@ -579,18 +579,20 @@ ends "keep in a slice" 2 "serve it with --slice" "$K3_TIER" --keep "$T/s" --ram 
 box kept --ram 1G --keep "$T/kept"
 ends "two boxes, one directory" 1 "another k3-tier keeps" "$K3_TIER" --keep "$T/kept" --ram 1G --listen "unix:$T/x.sock"
 ends "stage to keep" 0 "100 experts sent" stage kept --size 979200
-for _ in $(seq 250); do [ -e "$T/kept/k3.slice" ] && break; sleep 0.02; done # when nothing more comes
+expect "written when stage ends" "$(awk '$1 == "experts" { print $2 }' "$T/kept/k3.slice")" 100
 ends "stage more" 0 "56 experts sent .*, 100 skipped" stage kept --size 1527552
-{ kill -9 $box && wait $box; } 2>/dev/null # what came last was not written yet
-cp "$T/kept/kept-000000.safetensors" "$T/kept/kept-000100.safetensors.part"
+{ kill -9 $box && wait $box; } 2>/dev/null
+expect "written when stage ends, killed at once" "$(awk '$1 == "experts" { print $2 }' "$T/kept/k3.slice")" 156
+# As if it had been killed while a third shard was being written.
+cp "$T/kept/kept-000000.safetensors" "$T/kept/kept-000156.safetensors.part"
 box kept --ram 1G --keep "$T/kept"
-held kept 100
+held kept 156
 check "kept, killed, started again" 100 --tier "unix:$T/kept.sock"
-ends "stage the rest" 0 "156 experts sent .*, 100 skipped" stage kept
+ends "stage the rest" 0 "100 experts sent .*, 156 skipped" stage kept
 stop $box # told to end, it writes all
 expect "what is kept" "$(awk '$1 == "experts" { print $2 }' "$T/kept/k3.slice"; cd "$T/kept" && echo *.safetensors)" \
     "256
-kept-000000.safetensors kept-000100.safetensors"
+kept-000000.safetensors kept-000100.safetensors kept-000156.safetensors"
 box kept --ram 1G --keep "$T/kept"
 held kept 256
 check "all of it" 300 --tier "unix:$T/kept.sock"
@@ -620,7 +622,7 @@ stop $box
 # A disk that takes no more: said also with -q, and no success in the end.
 if mkdir "$T/tight" && mount -t tmpfs -o size=300k none "$T/tight" 2>/dev/null; then
     box tight -q --ram 1G --keep "$T/tight/k"
-    ends "stage to a full disk" 0 "100 experts sent" stage tight --size 979200
+    ends "stage to a full disk" 1 "could not write it .--keep." stage tight --size 979200
     kill $box
     await $box 20
     expect "kept on a full disk" "$? $(grep -c "No space left.*make room" "$T/tight.err") $(ls "$T/tight/k")" "1 1 config.json"
@@ -629,13 +631,13 @@ else
     skip "a full disk for --keep: no right to mount one"
 fi
 # A shard that was written and never listed: not served, and in nobody's way.
-head -n $((7 + 100)) "$T/kept/k3.slice" | sed 's/^experts .*/experts 100/' >"$T/list"
+head -n $((7 + 156)) "$T/kept/k3.slice" | sed 's/^experts .*/experts 156/' >"$T/list"
 if [ -x "$T/sum" ]; then
     { cat "$T/list"; echo "end $("$T/sum" <"$T/list")"; } >"$T/kept/k3.slice"
     box kept --ram 1G --keep "$T/kept"
-    held kept 100
+    held kept 156
     grep -q "left out" "$T/kept.err" && fail "a shard that was not listed" "was read"
-    ends "in place of a shard that was not listed" 0 "156 experts sent .*, 100 skipped" stage kept
+    ends "in place of a shard that was not listed" 0 "100 experts sent .*, 156 skipped" stage kept
     stop $box
     box kept --ram 1G --keep "$T/kept"
     held kept 256
