@@ -15,7 +15,7 @@ for set in "${@:-build}"; do
     case $set in
     build) want="$want gcc make libc6-dev libpcre2-dev libjson-c-dev liburing-dev
            libxxhash-dev libedit-dev libzstd-dev libssl-dev libcurl4-openssl-dev" ;;
-    test) want="$want python3 python3-numpy zstd openssl iproute2 nftables" ;;
+    test) want="$want python3 python3-numpy zstd openssl iproute2 nftables pkgconf groff-base" ;;
     ci) want="$want clang libomp-dev @libclang-rt gcc-aarch64-linux-gnu qemu-user
               libc6-dev-arm64-cross libpcre2-dev:arm64 libjson-c-dev:arm64 liburing-dev:arm64
               libzstd-dev:arm64 libssl-dev:arm64" ;;
