@@ -103,14 +103,14 @@ before=$(find "$T/moved" | sort)
 ok "beside others" does install
 echo "f old-page" >>"$T/moved/usr/share/k3/installed"
 echo "f ../../outside" >>"$T/moved/usr/share/k3/installed"
-echo "f /etc/hosts" >>"$T/moved/usr/share/k3/installed"
+echo "f /etc/passwd" >>"$T/moved/usr/share/k3/installed"
 touch "$T/moved/usr/old-page" "$T/outside" "$T/moved/outside"
 ok "over an older one" does install
 ok "what only the older one wrote goes" test ! -e "$T/moved/usr/old-page"
 echo mine >"$T/moved/usr/share/k3/mine"
 ok "and away" does uninstall
 ok "a stranger's file stays" test -e "$T/moved/usr/share/k3/mine"
-ok "so does what the list had no right to name" test -e "$T/outside" -a -e "$T/moved/outside" -a -e /etc/hosts
+ok "so does what the list had no right to name" test -e "$T/outside" -a -e "$T/moved/outside" -a -e /etc/passwd
 rm -r "$T/moved/usr/share/k3" "$T/moved/outside"
 ok "all else is as before" same "$(find "$T/moved" | sort)" "$before"
 
