@@ -4042,6 +4042,21 @@ static int scratch_open(k3_engine *e, k3_error *err) {
     return 0;
 }
 
+/* ---- Loops ---- */
+
+/* A part of the step is over that began at `start`, when the threads had been busy for `busy`. */
+static void part_note(k3_engine *e, k3_part part, uint64_t start, uint64_t busy) {
+    e->stats.part_ns[part] += clock_ns() - start;
+    e->stats.part_busy_ns[part] += pool_busy_ns(e->pool) - busy;
+}
+
+/* pool_run, and with k3_options.is_timed what it took. */
+static void loop_run(k3_engine *e, k3_part part, size_t n, uint64_t unit_ns, pool_fn fn, void *ctx) {
+    uint64_t start = e->opt.is_timed ? clock_ns() : 0, busy = pool_busy_ns(e->pool);
+    pool_run(e->pool, n, unit_ns, fn, ctx);
+    if (start) part_note(e, part, start, busy);
+}
+
 /* ---- Rows through matrices ---- */
 
 /* y[t][r] = W[r] . x[t] for all rows of matrix t of a layer. */
@@ -4089,7 +4104,7 @@ static void linear_piece(void *ctx, size_t i, int i_thread) {
 }
 
 static void linear_resident(const step *st, uint32_t il, size_t T, const job *jobs, int n_jobs) {
-    const k3_engine *e = st->e;
+    k3_engine *e = st->e;
     linear_loop l = {.st = st, .jobs = jobs, .il = il, .T = T};
     size_t n_rows = 0;
     uint64_t ns = 0;
@@ -4102,7 +4117,7 @@ static void linear_resident(const step *st, uint32_t il, size_t T, const job *jo
         ns += is_here ? rows * row_ns(tensor_cols(&e->files, jobs[j].t), T) : 0;
     }
     size_t n = l.first[n_jobs];
-    if (n) pool_run(e->pool, n, ns / n, linear_piece, &l);
+    if (n) loop_run(e, K3_PART_MATRIX, n, ns / n, linear_piece, &l);
 }
 
 /* Say where the step is, and hear whether to go on. */
@@ -4138,7 +4153,7 @@ static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
         int rc = stream_take(st->e, il, b->t, &l.p, &l.w, st->err);
         if (rc < 0) return rc;
         l.tile = linear_tile(st->e, l.p->n_rows);
-        pool_run(st->e->pool, tile_count(l.p->n_rows, l.tile), l.tile * row_ns(n, T), stream_piece,
+        loop_run(st->e, K3_PART_MATRIX, tile_count(l.p->n_rows, l.tile), l.tile * row_ns(n, T), stream_piece,
                  &l);
         done += l.p->n_rows;
         stream_release(st->e);
@@ -4172,9 +4187,9 @@ static void pack_row(void *ctx, size_t t, int i_thread) {
 }
 
 /* xp = packed x[t][0..n), rows ldx apart. */
-static void pack_rows(const k3_engine *e, size_t T, float *xp, float *x, size_t ldx, size_t n) {
+static void pack_rows(k3_engine *e, size_t T, float *xp, float *x, size_t ldx, size_t n) {
     row_loop l = {.e = e, .T = T, .n = n, .ldx = ldx, .x = x, .xp = xp};
-    pool_run(e->pool, T, n / 4, pack_row, &l);
+    loop_run(e, K3_PART_ROW, T, n / 4, pack_row, &l);
 }
 
 /* 1 / sqrt(mean x^2 + eps), n being the true length (NUMERICS 3). */
@@ -4195,10 +4210,10 @@ static void rms_pack_row(void *ctx, size_t t, int i_thread) {
 }
 
 /* Normalise each row in place and pack it. */
-static void rms_pack_rows(const k3_engine *e, size_t T, float *xp, float *x, size_t ldx,
+static void rms_pack_rows(k3_engine *e, size_t T, float *xp, float *x, size_t ldx,
                           const float *w, size_t n, float eps) {
     row_loop l = {.e = e, .T = T, .n = n, .ldx = ldx, .x = x, .xp = xp, .w = w, .eps = eps};
-    pool_run(e->pool, T, n / 2, rms_pack_row, &l);
+    loop_run(e, K3_PART_ROW, T, n / 2, rms_pack_row, &l);
 }
 
 static void situ_pack_row(void *ctx, size_t t, int i_thread) {
@@ -4210,10 +4225,10 @@ static void situ_pack_row(void *ctx, size_t t, int i_thread) {
 }
 
 /* h = SiTU(g, u), packed: the inside of every gated MLP. g is overwritten. */
-static void situ_pack_rows(const k3_engine *e, size_t T, float *hp, float *g, const float *u,
+static void situ_pack_rows(k3_engine *e, size_t T, float *hp, float *g, const float *u,
                            size_t n) {
     row_loop l = {.e = e, .T = T, .n = n, .x = g, .xp = hp, .u = u};
-    pool_run(e->pool, T, 2 * n, situ_pack_row, &l);
+    loop_run(e, K3_PART_ROW, T, 2 * n, situ_pack_row, &l);
 }
 
 /* P[t] = the bf16 row of the embedding, widened, unscaled. Rows are read from disk. */
@@ -4319,7 +4334,7 @@ static void kda_one_head(void *ctx, size_t h, int i_thread) {
 
 /* f = KDA(xp). Shapes: xp packed [T][hidden], f [T][hidden]. */
 static int kda(step *st, uint32_t il) {
-    const k3_engine *e = st->e;
+    k3_engine *e = st->e;
     const kda_bufs *b = &st->b->kda;
     size_t T = st->T, d = e->sh.kda_dim, n = (size_t)e->sh.kda_heads * d;
     const float *xp = st->b->xp;
@@ -4329,7 +4344,7 @@ static int kda(step *st, uint32_t il) {
     if (rc < 0) return rc;
     pack_rows(e, T, b->fap, b->fa, d, d);
     if ((rc = linear(st, il, T, &(job){b->f, T_F_B, b->fap}, 1)) < 0) return rc;
-    pool_run(e->pool, e->sh.kda_heads, T * d * d, kda_one_head, &(head_loop){st, il});
+    loop_run(e, K3_PART_ATTENTION, e->sh.kda_heads, T * d * d, kda_one_head, &(head_loop){st, il});
     kda_remember(st, il);
     pack_rows(e, T, b->attp, b->att, n, n);
     return linear(st, il, T, &(job){st->b->f, T_KDA_O, b->attp}, 1);
@@ -4495,12 +4510,12 @@ static void mla_latent(void *ctx, size_t t, int i_thread) {
 
 /* Norm the query latent and the new cache rows. */
 static void mla_latents(step *st, uint32_t il) {
-    const k3_engine *e = st->e;
+    k3_engine *e = st->e;
     const k3_shape *sh = &e->sh;
     const layer *ly = &e->layers[il];
     const mla_bufs *b = &st->b->mla;
     rms_pack_rows(e, st->T, b->cqp, b->cq, sh->q_lora, ly->v[T_Q_A_NORM], sh->q_lora, sh->eps_lora);
-    pool_run(e->pool, st->T, sh->kv_lora, mla_latent, &(head_loop){st, il});
+    loop_run(e, K3_PART_ROW, st->T, sh->kv_lora, mla_latent, &(head_loop){st, il});
 }
 
 static size_t mla_token_tiles(const step *st) { return (st->T + MLA_TOK - 1) / MLA_TOK; }
@@ -4522,7 +4537,7 @@ static void mla_one_tile(void *ctx, size_t i, int i_thread) {
 /* All heads over all positions of the chunk. */
 static void mla_heads(step *st, uint32_t il) {
     size_t n_groups = (st->e->sh.n_heads + MLA_HEADS - 1) / MLA_HEADS;
-    pool_run(st->e->pool, n_groups * mla_token_tiles(st), 100000, mla_one_tile,
+    loop_run(st->e, K3_PART_ATTENTION, n_groups * mla_token_tiles(st), 100000, mla_one_tile,
              &(head_loop){st, il});
 }
 
@@ -4610,7 +4625,7 @@ static int router(step *st, uint32_t il) {
     const k3_shape *sh = &st->e->sh;
     const struct scratch *b = st->b;
     router_loop l = {st, il, UINT64_MAX};
-    pool_run(st->e->pool, st->T, 4 * sh->n_experts, router_row, &l);
+    loop_run(st->e, K3_PART_ROW, st->T, 4 * sh->n_experts, router_row, &l);
     if (l.bad != UINT64_MAX)
         return fail(st->err, K3_ENUMERIC,
                     "layer %u, router: the score of expert %u at position %llu is NaN or infinite",
@@ -4677,7 +4692,9 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
                         e->pool,   e->n_threads, st->T,    m->z,     m->zp,    b->pair_t,
                         b->pair_w, m->Q,         m->zpair, m->hpair, b->local, b->local_floats};
     for (uint32_t x = 0; x < n_batch; x++) b->task[x] = &b->batch[x]->task;
+    uint64_t start = e->opt.is_timed ? clock_ns() : 0, busy = pool_busy_ns(e->pool);
     experts_batch(&all, b->task, n_batch);
+    if (start) part_note(st->e, K3_PART_EXPERT, start, busy);
     for (uint32_t x = 0; x < n_batch; x++)
         if (b->batch[x]->task.bad_row != UINT64_MAX && (!bad || b->batch[x]->ie < bad->ie))
             bad = b->batch[x];
@@ -5103,7 +5120,7 @@ static void moe_add_row(void *ctx, size_t t, int i_thread) {
 
 /* f = up(rms(r)) + shared(x) (K3-SPEC 3.5). */
 static int moe(step *st, uint32_t il) {
-    const k3_engine *e = st->e;
+    k3_engine *e = st->e;
     const moe_bufs *b = &st->b->moe;
     size_t T = st->T, lat = e->sh.latent;
     const float *xp = st->b->xp;
@@ -5119,10 +5136,10 @@ static int moe(step *st, uint32_t il) {
     if ((rc = linear(st, il, T, &(job){b->up, T_SH_DOWN, b->shp}, 1)) < 0) return rc;
     pack_rows(e, T, b->zp, b->z, lat, lat);
     if ((rc = experts(st, il)) < 0) return rc;
-    pool_run(e->pool, T, lat / 4, moe_sum_row, st);
+    loop_run(e, K3_PART_ROW, T, lat / 4, moe_sum_row, st);
     rms_pack_rows(e, T, b->rp, b->r, lat, e->layers[il].v[T_LAT_NORM], lat, e->sh.rms_eps);
     if ((rc = linear(st, il, T, &(job){st->b->f, T_LAT_UP, b->rp}, 1)) < 0) return rc;
-    pool_run(e->pool, T, e->sh.hidden / 8, moe_add_row, st);
+    loop_run(e, K3_PART_ROW, T, e->sh.hidden / 8, moe_add_row, st);
     return 0;
 }
 
@@ -5197,7 +5214,7 @@ static void mix_pack_row(void *ctx, size_t i, int i_thread) {
 static void mix_pack_rows(const step *st, size_t t0, size_t n_rows, const float *u,
                           const float *norm) {
     pos_loop l = {.st = st, .t0 = t0, .n_rows = n_rows, .u = u, .norm = norm};
-    pool_run(st->e->pool, n_rows, (st->n_blocks + 2) * st->e->sh.hidden / 2, mix_pack_row, &l);
+    loop_run(st->e, K3_PART_ROW, n_rows, (st->n_blocks + 2) * st->e->sh.hidden / 2, mix_pack_row, &l);
 }
 
 static void residual_row(void *ctx, size_t t, int i_thread) {
@@ -5214,7 +5231,7 @@ static void residual_row(void *ctx, size_t t, int i_thread) {
 /* P = P + f, or P = f just after a push. */
 static void residual(const step *st, bool is_first) {
     pos_loop l = {.st = st, .is_first = is_first};
-    pool_run(st->e->pool, st->T, st->e->sh.hidden / 8, residual_row, &l);
+    loop_run(st->e, K3_PART_ROW, st->T, st->e->sh.hidden / 8, residual_row, &l);
 }
 
 static void push_block(step *st) {
@@ -5239,7 +5256,7 @@ static void layer_check_row(void *ctx, size_t t, int i_thread) {
 /* P is finite, or the layer is named; with tracing on, its hash is kept. */
 static int layer_check(step *st, uint32_t il) {
     pos_loop l = {.st = st, .il = il, .bad = UINT64_MAX};
-    pool_run(st->e->pool, st->T, st->e->sh.hidden / 8, layer_check_row, &l);
+    loop_run(st->e, K3_PART_ROW, st->T, st->e->sh.hidden / 8, layer_check_row, &l);
     if (l.bad == UINT64_MAX) return 0;
     return fail(st->err, K3_ENUMERIC, "layer %u: the residual at position %llu is NaN or infinite",
                 il, (unsigned long long)(st->pos + l.bad));
@@ -6043,6 +6060,7 @@ static int engine_load(k3_engine *e, k3_error *err) {
     if (rc == K3_EBUDGET && e->opt.headers_only) return 0; /* the plan names the floor */
     if (rc < 0 || e->opt.headers_only) return rc;
     e->pool = pool_open(e->n_threads);
+    pool_time(e->pool, e->opt.is_timed);
     if (!e->pool) return fail(err, K3_ENOMEM, "out of memory for %d threads", e->n_threads);
     e->bounce_bytes = plan_bounce(e);
     e->bounce = ledger_take(&e->mem, e->bounce_bytes, "bounce buffer", err);

@@ -127,6 +127,8 @@ typedef struct {
      * Such a session is not kept in a k3_cache: a lie that is found later would stay. */
     uint32_t tier_audit;
 
+    bool is_timed;         /* keep k3_stats.part_ns: two looks at the clock for each piece of work */
+
     /* Notes the caller may show, one line each (a tensor nobody knows, a fallback). */
     void (*note)(void *user, const char *line);
     /* Called between layers and between pieces of loading; a non-zero return cancels the work.
@@ -249,6 +251,10 @@ typedef void (*k3_route_fn)(void *user, uint64_t pos, uint32_t layer, uint32_t n
                             const uint32_t *ids, const float *weights);
 void k3_session_on_route(k3_session *s, k3_route_fn fn, void *user);
 
+/* What a step spends its time on: the trunk's matrices; attention, KDA and MLA; experts; what is done
+ * row by row (norms, mixes, router). The rest is serial, or waits for the disk or a box. */
+typedef enum { K3_PART_MATRIX, K3_PART_ATTENTION, K3_PART_EXPERT, K3_PART_ROW, K3_N_PARTS } k3_part;
+
 typedef struct {
     uint64_t n_pos;          /* positions run                               */
     uint64_t compute_ns;     /* wall time inside feed                       */
@@ -265,6 +271,9 @@ typedef struct {
     uint64_t far_hedged;     /* questions that a second box was asked too   */
     uint64_t far_audits;     /* layers whose answers were computed here too */
     uint64_t far_lies;       /* boxes that were found to lie, and banned    */
+    uint64_t part_ns[K3_N_PARTS];      /* wall time of each part                          */
+    uint64_t part_busy_ns[K3_N_PARTS]; /* what all threads computed meanwhile: with n threads
+                              * n x part_ns where none of them waited                        */
 } k3_stats;
 
 /* Figures of the session and of its engine; while a step runs, only from its progress function. */

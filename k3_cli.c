@@ -10,6 +10,7 @@
  * with "k3: " and goes to stderr; a function that returns an exit code has already said
  * why; nothing here changes a bit of the output, the engine behind k3.h does all of that.
  */
+#include "cli/where.h"
 #include "cli/forecast.h"
 #include "cli/manual.h"
 #include "cli/place.h"
@@ -301,6 +302,10 @@ static const cli_option OPTION[] = {
     {"--sustain", "SECONDS", KIND_COUNT, AT(sustain), BENCH, G_MEASURE, "60", 0, 86400,
      "--hop: then requests for so long, and the box's memory before and\n"
      "after"},
+    {"--where", NULL, KIND_FLAG, AT(where), BENCH, G_MEASURE, NULL, 0, 0,
+     "then also what the time went to, for prompts and for decoded tokens: the\n"
+     "trunk's matrices, attention, experts, rows, the disk, serial steps, with how\n"
+     "many threads were busy and how near to memory's speed weights went by"},
     {"--reader", NULL, KIND_FLAG, AT(reader), BENCH, G_MEASURE, NULL, 0, 0,
      "before and after, read whole experts at random with O_DIRECT as fast as\n"
      "the disk gives them; the last line compares with what the runs read"},
@@ -1152,6 +1157,7 @@ k3_options engine_options(const cli_args *a, const char *dir, console *con) {
     o.io_depth = (int)a->io_depth;
     o.policy = (k3_policy)a->policy;
     o.no_look_ahead = a->no_look_ahead;
+    o.is_timed = a->where;
     o.sums = a->sums;
     o.pins = a->pins;
     o.no_check = a->no_check || a->write_sums;
@@ -2177,6 +2183,7 @@ typedef struct {
     id_list *prompt;
     size_t n_prompt;
     reader reader;
+    where where;
     double run_s, stall_s; /* of all runs together */
     uint64_t run_bytes;
 } bench_state;
@@ -2279,14 +2286,20 @@ static int bench_try(bench_state *b, const id_list *prompt, double *in_s, double
     k3_session_reset(line->s);
     console_answer(&b->con, 0, 0);
     line->ids_fnv = line->logits_fnv = K3_FNV_BASIS;
+    k3_stats before, between, after;
+    k3_session_stats(line->s, &before);
     uint64_t start = clock_ns();
     int status = timeline_feed(line, prompt->id, prompt->n, err);
     uint64_t middle = clock_ns();
+    k3_session_stats(line->s, &between);
     for (uint64_t i = 0; i < b->a->tokens && status >= 0; i++) {
         uint32_t id = timeline_draw(line);
         console_answer(&b->con, i + 1, b->a->tokens);
         if (i + 1 < b->a->tokens) status = timeline_feed(line, &id, 1, err);
     }
+    k3_session_stats(line->s, &after);
+    where_add(&b->where.prompt, &before, &between);
+    where_add(&b->where.decode, &between, &after);
     *in_s = (double)(middle - start) * 1e-9;
     *out_s = (double)(clock_ns() - middle) * 1e-9;
     console_clear(&b->con);
@@ -3070,6 +3083,7 @@ static int cmd_bench(const cli_args *a) {
     int rc = a->reader ? bench_reader(&b) : DONE;
     if (rc == DONE) rc = bench_open(&b);
     if (rc == DONE) rc = bench_all(&b, &logits_fnv);
+    if (rc == DONE && a->where) rc = where_print(&b.where, b.e);
     if (rc == DONE && a->reader) rc = bench_reader_row(&b);
     if (rc == DONE && is_given(a, "--expect") && logits_fnv != a->expect)
         rc = fail(FAIL_CHECK, "--expect: logits_fnv is %016llx, not %016llx",

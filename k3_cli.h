@@ -83,7 +83,7 @@ typedef struct {
     const char *hop[MAX_TIER + 1]; /* NULL-ended                              */
     size_t n_hop;
     uint64_t requests, sustain;
-    bool no_look_ahead, no_check, write_sums, reader;
+    bool no_look_ahead, no_check, write_sums, reader, where;
     const char *sums, *pins, *routing, *replay, *write_pins;
     float disk; /* GB/s                                                       */
     float gflops; /* of one core                                              */

@@ -36,6 +36,8 @@ struct k3_pool {
     uint32_t n_sleeping; /* workers that sleep on `epoch`, or are about to        */
     uint32_t is_waiting; /* futex: the caller sleeps until all is done            */
     uint32_t is_closing;
+    bool is_timed; /* busy_ns is counted; written while no loop runs */
+    uint64_t busy_ns;
     int n_threads;
     pool_worker worker[];
 };
@@ -96,7 +98,9 @@ static bool pool_work(k3_pool *p, int i_thread, bool wakes) {
         has_worked = true;
         if (wakes) pool_wake_one(p, (n - i - take) * unit_ns);
         fp_default();
+        uint64_t start = p->is_timed ? clock_ns() : 0;
         for (size_t k = i; k < i + take; k++) fn(ctx, k, i_thread);
+        if (start) __atomic_add_fetch(&p->busy_ns, clock_ns() - start, __ATOMIC_RELAXED);
         uint64_t done = __atomic_add_fetch(&p->n_done, take, __ATOMIC_SEQ_CST);
         if (done == n && __atomic_exchange_n(&p->is_waiting, 0, __ATOMIC_SEQ_CST))
             futex_wake(&p->is_waiting, 1);
@@ -125,6 +129,12 @@ static void *worker_main(void *arg) {
         worker_wait(p, seen);
     }
 }
+
+void pool_time(k3_pool *p, bool is_timed) {
+    if (p) p->is_timed = is_timed;
+}
+
+uint64_t pool_busy_ns(const k3_pool *p) { return p ? p->busy_ns : 0; }
 
 k3_pool *pool_open(int n_threads) {
     if (n_threads < 1) n_threads = 1;
@@ -169,7 +179,9 @@ void pool_run(k3_pool *p, size_t n, uint64_t unit_ns, pool_fn fn, void *ctx) {
     if (n == 0) return;
     if (!p || p->n_threads == 1 || n == 1 || n >= UINT32_MAX) {
         fp_default();
+        uint64_t start = p && p->is_timed ? clock_ns() : 0;
         for (size_t i = 0; i < n; i++) fn(ctx, i, 0);
+        if (start) p->busy_ns += clock_ns() - start;
         return;
     }
     uint64_t loop = (__atomic_load_n(&p->ticket, __ATOMIC_RELAXED) >> 32) + 1;

@@ -14,6 +14,7 @@
 #ifndef K3_POOL_H
 #define K3_POOL_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -35,6 +36,11 @@ void pool_close(k3_pool *p); /* NULL is nothing to do */
  * `unit_ns` is roughly what one call costs in nanoseconds; it decides how many threads are woken and how
  * many indices a thread takes at once, never what is computed. p NULL: the caller does everything. */
 void pool_run(k3_pool *p, size_t n, uint64_t unit_ns, pool_fn fn, void *ctx);
+
+/* Count how long functions of loops take, or stop counting; and the sum over all threads, nanoseconds. Neither
+ * while a loop runs. p NULL: nothing, and 0. */
+void pool_time(k3_pool *p, bool is_timed);
+uint64_t pool_busy_ns(const k3_pool *p);
 
 /* *least = min(*least, value), from any number of threads at once. */
 void pool_min(uint64_t *least, uint64_t value);
