@@ -45,7 +45,8 @@ static void batch_gather(void *ctx, size_t i, int i_thread) {
     size_t lat = b->math.latent;
     (void)i_thread;
     for (uint32_t j = 0; j < t->n; j++)
-        b->math.k->pack(b->zpair + t->at * lat, t->n, j, b->z + b->pair_row[t->first + j] * lat, lat);
+        b->math.k->pack(b->zpair + t->at * lat, t->n, j, b->z + b->pair_row[t->first + j] * lat,
+                        lat);
 }
 
 /* h = SiTU(w1 z, w3 z) for one tile of rows of one expert, packed as the input of w2. */
@@ -104,7 +105,7 @@ void experts_batch(const expert_batch *b, expert_task *const *task, uint32_t n_t
     if (tile_count(m->inter, l.tile) * n_tasks < most) l.tile = K3_GROUP;
     pool_run(b->pool, tile_count(m->inter, l.tile) * n_tasks,
              2 * l.tile * row_ns(m->latent, 1, n_pairs / n_tasks), batch_inner, &l);
-    l.tile = tile_count(m->latent, ROW_TILE) < most ? K3_GROUP : ROW_TILE;
+    l.tile = tile_for(m->latent, b->n_threads);
     pool_run(b->pool, tile_count(m->latent, l.tile), l.tile * row_ns(m->inter, n_tasks, n_pairs),
              batch_outer, &l);
 }
@@ -118,9 +119,17 @@ bool expert_one(const expert_math *m, const expert_view *x, const float *z, floa
     static const uint32_t row[1] = {0};
     float *zp = scratch, *hp = zp + k3_pad(m->latent);
     expert_task t = {.view = *x, .n = 1}, *task[1] = {&t};
-    const expert_batch one = {.format = &expert_mxfp4, .math = *m,    .n_threads = 1, .n_rows = 1,
-                              .z = z,                  .zp = zp,      .pair_row = row, .pair_w = &w,
-                              .Q = Q,                  .hpair = hp,   .local = hp + k3_pad(m->inter)};
+    const expert_batch one = {.format = &expert_mxfp4,
+                              .math = *m,
+                              .n_threads = 1,
+                              .n_rows = 1,
+                              .z = z,
+                              .zp = zp,
+                              .pair_row = row,
+                              .pair_w = &w,
+                              .Q = Q,
+                              .hpair = hp,
+                              .local = hp + k3_pad(m->inter)};
     m->k->pack(zp, 1, 0, z, m->latent);
     experts_batch(&one, task, 1);
     return t.bad_row == UINT64_MAX;

@@ -63,8 +63,15 @@ static inline void fp_default(void) {
 
 /* Most output rows of one piece of work: three packed groups, and a multiple of the 6 rows that the
  * kernels keep in flight. Where that gives a thread fewer than 8 pieces, pieces are smaller. */
-#define ROW_TILE       96
+#define ROW_TILE 96
 #define TILES_A_THREAD 8
+
+/* Rows of a piece of n_rows: no multiple of K3_GROUP, where what comes out is not packed. */
+static inline size_t tile_for(size_t n_rows, int n_threads) {
+    size_t tile = ROW_TILE, most = (size_t)n_threads * TILES_A_THREAD;
+    while (tile > 12 && n_rows < most * tile) tile /= 2;
+    return tile;
+}
 
 static inline size_t tile_count(size_t n_rows, size_t tile) { return (n_rows + tile - 1) / tile; }
 

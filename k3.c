@@ -187,6 +187,7 @@ static void *ledger_take(ledger *l, uint64_t n_bytes, const char *what, k3_error
         l->why = fail(err, K3_ENOMEM, "%s: %llu bytes: %s", what, (unsigned long long)n_bytes,
                       strerror(errno));
     } else {
+        madvise(p, (size_t)n_bytes, MADV_HUGEPAGE); /* fewer faults while weights are read */
         l->used += n_bytes;
     }
     ledger_unlock(l);
@@ -4072,14 +4073,6 @@ typedef struct {
  * arithmetic at 80 GFLOP/s. Pieces of work are cut and threads are woken by it. */
 static uint64_t row_ns(size_t n, size_t T) { return n * (8 + T) / 40; }
 
-/* Rows of a piece: ROW_TILE, or fewer where a thread would have fewer than TILES_A_THREAD pieces. Multiples of
- * the 6 rows that the kernels keep in flight. */
-static size_t linear_tile(const k3_engine *e, size_t n_rows) {
-    size_t tile = ROW_TILE, most = (size_t)e->n_threads * TILES_A_THREAD;
-    while (tile > 12 && tile_count(n_rows, tile) < most) tile /= 2;
-    return tile;
-}
-
 /* The resident matrices of a list of jobs: all rows of all of them in one loop. */
 typedef struct {
     const step *st;
@@ -4112,7 +4105,7 @@ static void linear_resident(const step *st, uint32_t il, size_t T, const job *jo
     for (int j = 0; j < n_jobs; j++) {
         bool is_here = e->layers[il].m[jobs[j].t] != NULL;
         size_t rows = tensor_rows(&e->files, jobs[j].t);
-        l.tile[j] = linear_tile(e, n_rows);
+        l.tile[j] = tile_for(n_rows, e->n_threads);
         l.first[j + 1] = l.first[j] + (is_here ? tile_count(rows, l.tile[j]) : 0);
         ns += is_here ? rows * row_ns(tensor_cols(&e->files, jobs[j].t), T) : 0;
     }
@@ -4152,7 +4145,7 @@ static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
         stream_loop l = {.st = st, .b = b, .T = T};
         int rc = stream_take(st->e, il, b->t, &l.p, &l.w, st->err);
         if (rc < 0) return rc;
-        l.tile = linear_tile(st->e, l.p->n_rows);
+        l.tile = tile_for(l.p->n_rows, st->e->n_threads);
         loop_run(st->e, K3_PART_MATRIX, tile_count(l.p->n_rows, l.tile), l.tile * row_ns(n, T), stream_piece,
                  &l);
         done += l.p->n_rows;

@@ -14,7 +14,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define POOL_WAKE_NS 10000u /* a loop with less work than this for one more thread does not wake it */
+#define POOL_WAKE_NS                                                                               \
+    10000u /* a loop with less work than this for one more thread does not wake it */
 #define POOL_CLAIM_NS 4000u /* indices are taken in pieces of about this length, or single      */
 
 typedef struct {
@@ -43,7 +44,8 @@ struct k3_pool {
 };
 
 static void futex_wait(uint32_t *at, uint32_t value) {
-    syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0); /* whoever called looks again */
+    syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, NULL, NULL,
+            0); /* whoever called looks again */
 }
 
 static void futex_wake(uint32_t *at, int n) {

@@ -19,7 +19,7 @@
 #include <stdint.h>
 
 #define POOL_MAX_THREADS 1024
-#define POOL_SPIN_NS     30000u /* about the longest serial step between two loops of a token */
+#define POOL_SPIN_NS 30000u /* about the longest serial step between two loops of a token */
 
 typedef struct k3_pool k3_pool;
 

@@ -24,7 +24,7 @@ void where_add(where_sum *w, const k3_stats *from, const k3_stats *to) {
 }
 
 #define READ_BYTES ((size_t)256 << 20) /* more than caches hold */
-#define READ_PART  ((size_t)1 << 20)
+#define READ_PART ((size_t)1 << 20)
 
 typedef struct {
     const k3_kernels *k;
@@ -63,8 +63,10 @@ static void line_print(const char *phase, const char *part, double ns, double wa
     printf("# where\t%s\t%s\t%.6f\t%.3f\t", phase, part, ns * 1e-9, wall > 0 ? ns / wall : 0);
     if (threads > 0) printf("%.1f", threads);
     printf("\t");
-    if (rate > 0) printf("%.1f\t%.2f\n", rate, read > 0 ? rate / read : 0);
-    else printf("\t\n");
+    if (rate > 0)
+        printf("%.1f\t%.2f\n", rate, read > 0 ? rate / read : 0);
+    else
+        printf("\t\n");
 }
 
 /* Weights go by once for each decoded token; in a prompt once for a chunk, which says nothing of memory. */
@@ -72,8 +74,9 @@ static void sum_print(const char *phase, const where_sum *w, const k3_shape *sh,
                       bool is_decode) {
     double wall = (double)w->wall_ns, rest = wall - (double)w->stall_ns;
     uint64_t embed = 2ull * sh->vocab_size * sh->hidden;
-    double bytes[K3_N_PARTS] = {[K3_PART_MATRIX] = (double)(sh->trunk_bytes - embed) * (double)w->n_pos,
-                                [K3_PART_EXPERT] = (double)sh->expert_bytes * (double)w->expert_uses};
+    double bytes[K3_N_PARTS] = {
+        [K3_PART_MATRIX] = (double)(sh->trunk_bytes - embed) * (double)w->n_pos,
+        [K3_PART_EXPERT] = (double)sh->expert_bytes * (double)w->expert_uses};
     if (w->n_pos == 0) return;
     for (int i = 0; i < K3_N_PARTS; i++) {
         double ns = (double)w->part_ns[i];

@@ -5,8 +5,8 @@
 #include "k3.h"
 
 typedef struct {
-    uint64_t n_pos;   /* positions, or tokens                    */
-    uint64_t wall_ns; /* inside k3_session_feed                  */
+    uint64_t n_pos;    /* positions, or tokens                    */
+    uint64_t wall_ns;  /* inside k3_session_feed                  */
     uint64_t stall_ns; /* of it, waiting for the disk            */
     uint64_t expert_uses;
     uint64_t part_ns[K3_N_PARTS], part_busy_ns[K3_N_PARTS];

@@ -279,7 +279,7 @@ check "after a plan without files" 0 "next: \`hf download moonshotai/Kimi-K3 --l
 check "after verify" 0 "next: \`k3 verify --write-sums --model $DEMO\`" "$K3" verify --model "$DEMO"
 check "after verify, without a tokenizer" 0 "tiktoken.model is absent" "$K3" verify --model "$T/notok"
 check "how a key is made" 0 "" "$K3" help run
-grep -q "umask 077; openssl rand -base64 32 >key" "$T/out" && pass "help of --psk-file" || fail "help of --psk-file" "no"
+grep -q "umask 077; openssl rand -base64 32 >FILE" "$T/out" && pass "help of --psk-file" || fail "help of --psk-file" "no"
 for word in "k3 run \"The capital" "k3 plan --released" "k3 chat --model DIR" "Make text" "K3_MODEL"; do
     "$K3" --help | grep -qF "$word" && pass "help: $word" || fail "help: $word" "absent"
 done

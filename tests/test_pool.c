@@ -22,7 +22,8 @@ typedef struct {
 static void count(void *ctx, size_t i, int i_thread) {
     counter *c = ctx;
     bool is_strange = i_thread < 0 || i_thread >= c->n_threads;
-    if (!is_strange) is_strange = __atomic_exchange_n(&c->is_in[i_thread], 1, __ATOMIC_ACQ_REL) != 0;
+    if (!is_strange)
+        is_strange = __atomic_exchange_n(&c->is_in[i_thread], 1, __ATOMIC_ACQ_REL) != 0;
     c->times[i]++; /* not atomic: two threads on one index would show under ThreadSanitizer */
     __atomic_add_fetch(&c->sum, i, __ATOMIC_RELAXED);
     if (c->sleep_us && i % 7 == 3) usleep(c->sleep_us);
@@ -49,7 +50,7 @@ static size_t loops(int n_threads, int n_loops) {
     for (int k = 0; k < n_loops; k++) {
         size_t n = (size_t)k * 7919 % (k % 3 ? 40 : MOST);
         uint64_t unit_ns = k % 4 == 0 ? 0 : k % 4 == 1 ? 100 : k % 4 == 2 ? 10000 : 1000000000;
-        c->sleep_us = k % 64 == 9 ? 50 : 0;           /* longer than a worker spins */
+        c->sleep_us = k % 64 == 9 ? 50 : 0;          /* longer than a worker spins */
         if (k % 50 == 0) usleep(POOL_SPIN_NS / 500); /* all sleep */
         n_wrong += !run(p, c, n, unit_ns);
     }
@@ -111,8 +112,8 @@ static void test_idle(void) {
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &before);
     usleep(200000);
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &after);
-    double s = (double)(after.tv_sec - before.tv_sec) +
-               (double)(after.tv_nsec - before.tv_nsec) * 1e-9;
+    double s =
+        (double)(after.tv_sec - before.tv_sec) + (double)(after.tv_nsec - before.tv_nsec) * 1e-9;
     CHECK(s < 0.02);
     pool_close(p);
 }
