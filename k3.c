@@ -2352,7 +2352,7 @@ typedef struct {
     int32_t *slot_of;   /* [n_moe][n_experts], -1: not here             */
     uint32_t *n_held;   /* [n_moe] full slots that may stay             */
     uint32_t *free, n_free;
-    uint32_t guess[K3_MAX_TOP_K], n_guess; /* slots read ahead for the next layer */
+    uint32_t *guess, n_guess; /* [n_experts] slots read ahead for the next layer; in scratch */
     uint32_t n_doomed;  /* guesses nobody wants, still being read       */
     uint32_t n_kept;    /* pinned by the file of pins                   */
     uint64_t tick;
@@ -3869,7 +3869,9 @@ struct scratch {
     uint32_t *pair_t;  /* [chunk x top_k] position, by expert */
     float *pair_w;
     uint32_t max_pairs; /* most pairs computed together      */
-    float *guess;       /* [n_experts] the next layer's scores */
+    float *guess;       /* [n_experts] weight that the next layer is expected to give */
+    uint32_t *ahead;    /* [n_experts] experts of the next layer to read ahead, in order */
+    uint32_t *ahead_slot; /* [n_experts] the slots they are read into                 */
     void *block;
     uint64_t block_bytes;
 };
@@ -3886,6 +3888,7 @@ typedef struct {
     const uint16_t *kv_b; /* of the MLA layer at work     */
     uint32_t n_routed;    /* distinct experts of the MoE layer at work ... */
     uint32_t n_queue, i_queue; /* ... of them queue[i_queue..n_queue) not asked for yet */
+    uint32_t n_ahead, i_ahead; /* ... of the next layer ahead[i_ahead..n_ahead) to read ahead */
     uint32_t n_far, far_pairs; /* ... asked of far boxes and not settled; their pairs */
     uint32_t n_audit;     /* ... answered, and still to be computed here to compare */
     int i_audit;          /* ... the box whose answer is being computed here; -1: none yet */
@@ -4014,6 +4017,8 @@ static void scratch_carve(struct scratch *s, bump *b, const k3_shape *sh, uint64
     s->task = bump_take(b, sh->n_experts, sizeof(expert_task *));
     s->queue = bump_take(b, sh->n_experts, sizeof(uint32_t));
     s->guess = bump_f32(b, sh->n_experts);
+    s->ahead = bump_take(b, sh->n_experts, sizeof(uint32_t));
+    s->ahead_slot = bump_take(b, sh->n_experts, sizeof(uint32_t));
     s->pair_t = bump_take(b, n_pairs, sizeof(uint32_t));
     s->pair_w = bump_f32(b, n_pairs);
     bump arena[4] = {*b, *b, *b, *b};
@@ -4040,6 +4045,7 @@ static int scratch_open(k3_engine *e, k3_error *err) {
     if (!s->block) return e->mem.why;
     bump b = {s->block, 0};
     scratch_carve(s, &b, &e->sh, (uint64_t)e->chunk, (uint64_t)e->n_threads);
+    e->store.guess = s->ahead_slot;
     return 0;
 }
 
@@ -4999,28 +5005,52 @@ static int experts_collect(step *st, uint32_t n_routed) {
     return n_batch;
 }
 
-/* In decode, while the disk would be idle: read ahead what the next layer's router says of the
- * current input. A guess that is right saves a wait, a wrong one only wastes idle time. */
-static void experts_guess(step *st, uint32_t il) {
+/* Does it make sense to look ahead at layer il? Not where all of its experts are here. */
+static bool ahead_is_useful(const step *st, uint32_t il) {
+    const k3_engine *e = st->e;
+    const k3_shape *sh = &e->sh;
+    if (e->opt.no_look_ahead || il >= sh->n_layers || il < sh->n_dense || sh->n_dense == sh->n_layers)
+        return false;
+    return e->layers[il].m[T_ROUTER] && e->store.n_held[il - sh->n_dense] < sh->n_experts;
+}
+
+/* List what the router of layer il says of the inputs of the layer before it, T positions, the experts
+ * with the most weight first: ahead[i_ahead .. n_ahead). Measured elsewhere on K3, for one position:
+ * right for 92 % of the first choices and 59 % of all 16. */
+static void ahead_list(step *st, uint32_t il) {
+    const k3_engine *e = st->e;
+    const k3_shape *sh = &e->sh;
+    struct scratch *b = st->b;
+    float *logit = b->moe.router; /* this layer has been routed already */
+    st->n_ahead = st->i_ahead = 0;
+    if (!ahead_is_useful(st, il)) return;
+    linear_resident(st, il, st->T, &(job){logit, T_ROUTER, b->xp}, 1);
+    memset(b->guess, 0, sh->n_experts * sizeof *b->guess);
+    for (size_t t = 0; t < st->T; t++) {
+        uint32_t id[K3_MAX_TOP_K];
+        float w[K3_MAX_TOP_K];
+        if (route(st->k, sh, logit + t * sh->n_experts, e->layers[il].v[T_ROUTER_BIAS], id, w) >= 0)
+            continue; /* the step itself will say so, if it is still there */
+        for (uint32_t i = 0; i < sh->top_k; i++) b->guess[id[i]] += w[i];
+    }
+    for (uint32_t ie = 0; ie < sh->n_experts; ie++) {
+        if (b->guess[ie] <= 0 || store_find(e, il, ie) || (e->far && tier_has(e->far, il, ie)))
+            continue;
+        uint32_t at = st->n_ahead++;
+        for (; at > 0 && b->guess[ie] > b->guess[b->ahead[at - 1]]; at--)
+            b->ahead[at] = b->ahead[at - 1];
+        b->ahead[at] = ie;
+    }
+}
+
+/* While the disk would be idle: read ahead as many of the list as there are free slots. A guess that is
+ * right saves a wait, a wrong one only wastes idle time. */
+static void ahead_fetch(step *st, uint32_t il) {
     k3_engine *e = st->e;
     store *s = &e->store;
-    const k3_shape *sh = &e->sh;
-    uint32_t id[K3_MAX_TOP_K];
-    float w[K3_MAX_TOP_K];
-    if (e->opt.no_look_ahead || st->T != 1 || il >= sh->n_layers || il < sh->n_dense ||
-        s->quota == sh->n_experts)
-        return;
-    if (!e->layers[il].m[T_ROUTER] || s->n_free == 0) return;
-    linear_resident(st, il, 1, &(job){st->b->guess, T_ROUTER, st->b->xp}, 1);
-    if (route(st->k, sh, st->b->guess, e->layers[il].v[T_ROUTER_BIAS], id, w) >= 0) return;
-    for (uint32_t n = 0; n < sh->top_k && s->n_free > 0; n++) {
-        uint32_t best = 0; /* the surest first: the disk may not get far */
-        for (uint32_t i = 1; i < sh->top_k; i++)
-            if (w[i] > w[best]) best = i;
-        w[best] = -1.0f;
-        if (store_find(e, il, id[best]) || (e->far && tier_has(e->far, il, id[best]))) continue;
+    for (; st->i_ahead < st->n_ahead && s->n_free > 0; st->i_ahead++) {
         uint32_t i_slot = s->free[s->n_free - 1];
-        if (!store_fetch(e, il, id[best], IO_GUESS)) return;
+        if (!store_fetch(e, il, st->b->ahead[st->i_ahead], IO_GUESS)) return;
         s->guess[s->n_guess++] = i_slot;
         e->stats.guesses++;
     }
@@ -5056,16 +5086,17 @@ static void experts_begin(step *st, uint32_t il) {
 static int experts(step *st, uint32_t il) {
     k3_engine *e = st->e;
     struct scratch *b = st->b;
-    bool has_guessed = false;
+    bool has_listed = false;
     memset(b->moe.Q, 0, st->T * e->sh.latent * sizeof *b->moe.Q);
     for (uint32_t n_left = st->n_routed; n_left > 0;) {
         uint64_t seen = disk_changes(&e->io);
         experts_fetch(st, il);
-        if (st->i_queue == st->n_queue && !has_guessed) {
-            has_guessed = true;
-            experts_guess(st, il + 1);
+        if (st->i_queue == st->n_queue && !has_listed) {
+            has_listed = true;
+            ahead_list(st, il + 1);
             if (e->far) far_fill(st, il);
         }
+        if (st->i_queue == st->n_queue) ahead_fetch(st, il + 1);
         uint32_t n_queue = st->n_queue;
         n_left -= far_join(st, n_left == st->n_far + st->n_audit);
         if (st->n_audit > 0 && n_left == st->n_audit) far_audit(st);
@@ -5090,7 +5121,9 @@ static int experts(step *st, uint32_t il) {
             r->slot->is_pinned = false;
         }
         n_left -= (uint32_t)n_batch;
+        store_trim(e, il); /* room for what is queued, then for the next layer */
     }
+    if (has_listed) ahead_fetch(st, il + 1);
     store_trim(e, il);
     return far_judge(st, il);
 }

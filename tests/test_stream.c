@@ -1402,6 +1402,7 @@ static void test_prefill(void) {
         uint32_t n_need = 0, n_wrong = 0;
         fake_init(&f);
         k3_options o = options(low + (uint64_t)mode * 2 * MIB, N_PREFILL);
+        o.no_look_ahead = true; /* each expert exactly once; test_prefill_ahead has the other */
         k3_engine *e = open_both(&o, &f, &s);
         if (!e || !CHECK((f.log = malloc(MAX_LOG * sizeof *f.log)) != NULL)) return;
         k3_session_stats(s, &st);
@@ -1432,6 +1433,48 @@ static void test_prefill(void) {
         CHECK(n_need > 8 * 4 && (mode > 0 || e->stream.n_pieces > 20));
         close_both(e, s);
         free(f.log);
+    }
+}
+
+/* With look-ahead: the same row, most guesses are right, and what is read beyond what is needed is said. */
+static void test_prefill_ahead(void) {
+    static float want[4096], row[4096];
+    uint32_t ids[N_PREFILL];
+    random_ids(ids, N_PREFILL, 5);
+    begin("prefill ahead");
+    uint64_t low = find_floor(N_PREFILL, 1);
+    for (int mode = 0; mode < 8; mode++) {
+        fake f;
+        k3_session *s;
+        k3_error err;
+        k3_stats st;
+        fake_init(&f);
+        k3_options o = options(low + (uint64_t)(mode / 2) * 2 * MIB, N_PREFILL);
+        o.no_look_ahead = mode % 2 == 0;
+        k3_engine *e = open_both(&o, &f, &s);
+        if (!e || !CHECK((f.log = malloc(MAX_LOG * sizeof *f.log)) != NULL)) return;
+        k3_session_stats(s, &st);
+        uint64_t before = st.read_bytes, n_pieces = 0;
+        CHECK(k3_session_feed(s, ids, N_PREFILL, K3_ROWS_LAST, mode == 0 ? want : row, &err) == 0);
+        if (mode > 0) CHECK(memcmp(want, row, e->sh.vocab_size * sizeof *row) == 0);
+        quiesce(e);
+        k3_session_stats(s, &st);
+        uint64_t needed = 0, more = 0;
+        for (int il = 0; il < MAX_FAKE_LAYERS; il++)
+            for (int ie = 0; ie < MAX_FAKE_EXPERTS; ie++) {
+                needed += f.uses[il][ie] > 0;
+                more += f.uses[il][ie] > 1 ? f.uses[il][ie] - 1 : 0;
+            }
+        n_pieces = check_pieces(&f, 1);
+        CHECK_EQ_INT(st.read_bytes - before,
+                     n_pieces + (needed + more) * e->sh.expert_bytes +
+                         (uint64_t)N_PREFILL * e->sh.hidden * sizeof(uint16_t));
+        if (o.no_look_ahead) CHECK(st.guesses == 0 && more == 0);
+        if (!o.no_look_ahead && mode > 2) /* at the floor itself no slot is ever free */
+            CHECK(st.guesses > 20 && st.guess_hits * 3 > st.guesses * 2);
+        CHECK(more * e->sh.expert_bytes <= st.wasted_bytes);
+        free(f.log);
+        close_both(e, s);
     }
 }
 
@@ -1819,6 +1862,7 @@ int main(int argc, char **argv) {
     test_cancel();
     test_open_fails();
     test_prefill();
+    test_prefill_ahead();
     test_slots();
     test_ring();
     test_dice();
