@@ -189,7 +189,8 @@ loaded=$(field logits_fnv)
 "$K3" run "${args[@]}" --kernels ref --cache "$T/kept" --ram "$ram" --tier-wait 200000 --tier "unix:$T/warm.sock" --tier-audit 1/1000000 >"$T/out" 2>"$T/err"
 [ "$("$K3" cache ls "$T/kept" | grep -c k3s)" = 0 ] && pass || fail "cache" "a state that may be wrong was kept"
 "$K3" run "${args[@]}" --kernels ref --cache "$T/kept" --ram "$ram" --tier-wait 200000 --tier "unix:$T/warm.sock" >"$T/out" 2>"$T/err"
-[ "$("$K3" cache ls "$T/kept" | grep -c "k3s  with far answers that nobody compared")" = 1 ] && pass || fail "cache" "nothing was kept, or not said that it is in doubt"
+n=$("$K3" cache ls "$T/kept" | grep -c k3s) # of the prompt, and of the answer
+[ "$n" -ge 1 ] && [ "$("$K3" cache ls "$T/kept" | grep -c "k3s  with far answers that nobody compared")" = "$n" ] && pass || fail "cache" "nothing was kept, or not said that it is in doubt"
 "$K3" run "${args[@]}" --kernels ref --cache "$T/kept" --ram "$ram" --tier-wait 200000 --tier "unix:$T/warm.sock" --tier-audit 1/1 >"$T/out" 2>"$T/err"
 [ "$(field n_restored)" = 0 ] && ! "$K3" cache ls "$T/kept" | grep -q "nobody compared" && pass || fail "cache" "with audits, what nobody compared was taken or stayed"
 printf 'What is the capital of France?\nAnd of Spain?\n' >"$T/turns"
