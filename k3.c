@@ -3527,13 +3527,22 @@ static uint64_t plan_ring_least(const k3_engine *e) {
     return 2 * io_room(piece_max_bytes(&e->files, &e->sh));
 }
 
-/* The most positions, a power of two up to 512, whose scratch takes at most an eighth of what is
- * above the floor: a longer chunk reads streamed weights fewer times for a prompt, but its memory
- * holds no weights in decode. */
+#define CHUNK_SHORT 512  /* positions: kernels gain nothing from more                    */
+#define CHUNK_LONG  4096 /* a prompt of so many reads the trunk and each expert once      */
+
+/* The most positions, a power of two, whose scratch takes at most an eighth of what is above the
+ * floor: a longer chunk reads streamed weights fewer times for a prompt, but its memory
+ * holds no weights in decode. Where all weights are resident a short one serves; far boxes take
+ * TIER_MAX_ROWS rows a frame; and no prompt is longer than the context. */
 static uint64_t plan_chunk(const k3_engine *e, uint64_t trunk) {
+    const k3_shape *sh = &e->sh;
     uint64_t least = plan_fixed(e, 1) + trunk;
     uint64_t left = e->mem.limit > least ? e->mem.limit - least : 0;
-    uint64_t chunk = 512;
+    uint64_t n_experts = (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts;
+    bool is_all_here = left / 8 * 7 >= matrices_bytes(e, false) + n_experts * e->plan.slot_bytes;
+    bool is_far = e->opt.tiers && e->opt.tiers[0];
+    uint64_t chunk = is_all_here || is_far ? CHUNK_SHORT : CHUNK_LONG;
+    while (chunk > CHUNK_SHORT && chunk / 2 >= e->plan.context) chunk /= 2;
     while (chunk > 1 && scratch_bytes(e, chunk) - scratch_bytes(e, 1) > left / 8) chunk /= 2;
     return chunk;
 }

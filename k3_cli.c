@@ -392,7 +392,8 @@ static const cli_option OPTION[] = {
     {"--threads", "N", KIND_COUNT, AT(threads), RUN | CHAT | BENCH | VERIFY | PLAN, G_MODEL, "0", 0,
      1024, "0 is one for each core this process may use"},
     {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | CHAT | BENCH | PLAN, G_MODEL, "0", 0, 4096,
-     "most prompt positions computed together; 0 is 512, or less where\n"
+     "most prompt positions computed together; 0 is 512, more where the trunk or\n"
+     "experts are streamed and memory allows (up to 4096), or less where\n"
      "memory is scarce"},
     {"--kernels", "NAME", KIND_TEXT, AT(kernels), RUN | CHAT | BENCH | VERIFY, G_MODEL, NULL, 0, 0,
      "ref, avx2, avx512 or neon: same bits, other speed (default: the best\n"
