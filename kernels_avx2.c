@@ -176,16 +176,10 @@ static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_
 
 /* ---- Batch > 1 ------------------------------------------------------------------- */
 
-#define PANEL_GROUPS 8  /* 256 columns: panel and x share L1     */
-#define TILE_ROWS    3  /* most rows of a tile                   */
-#define STRIP        32 /* most vectors at a time                */
-
-/* Widened weights, panel[group][row][16 evens | 16 odds], and accumulators,
- * acc[vector][row][lane]; as many rows as the tile has. */
-typedef struct {
-    float panel[PANEL_GROUPS * TILE_ROWS * K3_GROUP];
-    float acc[STRIP * TILE_ROWS * 16];
-} __attribute__((aligned(64))) scratch;
+#define TILE_ROWS 3
+#define TILE_VECS 2
+#define EACH_TILE_ROWS(M) M(3) M(2) M(1)
+TILE size_t tile_rows(size_t left) { return left < TILE_ROWS ? left : TILE_ROWS; }
 
 /* gcc would fold the load of a weight into each of its uses, and the tile would wait for its
  * loads; this makes it one. clang does the right thing and is only disturbed by it. */
@@ -218,40 +212,6 @@ TILE void tile(const int R, const int T, float *acc, const float *w, const float
             for (int h = 0; h < 2; h++) _mm256_store_ps(acc + (t * R + r) * 16 + h * 8, a[t][r][h]);
 }
 
-/* One panel against all vectors of a strip; x points at the strip's first block. */
-TILE void tile_strip(const int R, float *acc, const float *w, const float *x, size_t npad,
-                     size_t first_group, size_t n_group, size_t n_vec) {
-    for (size_t t0 = 0; t0 < n_vec; t0 += K3_XBLOCK, acc += K3_XBLOCK * R * 16) {
-        size_t in_block = n_vec - t0 < K3_XBLOCK ? n_vec - t0 : K3_XBLOCK, t = 0;
-        size_t x_group = in_block * K3_GROUP;
-        const float *xb = x + t0 * npad + first_group * x_group;
-        for (; t + 2 <= in_block; t += 2)
-            tile(R, 2, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
-        if (t < in_block)
-            tile(R, 1, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
-    }
-}
-
-/* Out of line and shared by all kinds of weights, so that the loops have the registers to
- * themselves. */
-#define STRIP_FN(R)                                                                          \
-    static __attribute__((noinline)) void tile_strip##R(                                     \
-        float *acc, const float *w, const float *x, size_t npad, size_t first_group,         \
-        size_t n_group, size_t n_vec) {                                                      \
-        tile_strip(R, acc, w, x, npad, first_group, n_group, n_vec);                         \
-    }
-STRIP_FN(3)
-STRIP_FN(2)
-STRIP_FN(1)
-
-/* What a row of weights is, so that one driver serves all three kinds. */
-enum kind { BF16, F32, MXFP4 };
-typedef struct {
-    const void *w;    /* bf16, f32 or nibbles   */
-    const uint8_t *s; /* scale codes            */
-    size_t ldw, n;    /* in elements            */
-} weights;
-
 /* Widen one group of bf16 to evens and odds; `left` elements remain in the row. */
 TILE void widen_bf16(float *to, const uint16_t *p, size_t left) {
     uint16_t last[K3_GROUP] = {0};
@@ -280,92 +240,16 @@ TILE void widen_mxfp4(float *to, const uint8_t *p, uint8_t code) {
     }
 }
 
-/* Fill a panel with R rows from `row`. What lies `ahead` bytes on is the next panel: the
- * hardware sees only short runs and would start anew in each. */
-TILE void fill_panel(const enum kind kind, const int R, float *panel, const weights *m, size_t row,
-                     size_t g0, size_t n_group, size_t ahead) {
-    for (int r = 0; r < R; r++) {
-        size_t at = (row + (size_t)r) * m->ldw + g0 * K3_GROUP;
-        for (size_t g = 0; g < n_group; g++, at += K3_GROUP) {
-            float *to = panel + (g * (size_t)R + (size_t)r) * K3_GROUP;
-            if (kind == BF16) {
-                const uint16_t *p = (const uint16_t *)m->w + at;
-                _mm_prefetch((const char *)p + ahead, _MM_HINT_T1);
-                widen_bf16(to, p, m->n - (g0 + g) * K3_GROUP);
-            } else if (kind == MXFP4) {
-                const uint8_t *p = (const uint8_t *)m->w + at / 2;
-                if (g % 4 == 0) _mm_prefetch((const char *)p + ahead, _MM_HINT_T1);
-                widen_mxfp4(to, p, m->s[at / K3_GROUP]);
-            } else {
-                const float *p = (const float *)m->w + at;
-                for (int k = 0; k < K3_GROUP; k += 8)
-                    _mm256_store_ps(to + k, _mm256_loadu_ps(p + k));
-            }
-        }
-    }
+TILE void widen_f32(float *to, const float *p) {
+    for (int k = 0; k < K3_GROUP; k += 8) _mm256_store_ps(to + k, _mm256_loadu_ps(p + k));
 }
 
-/* R rows against a strip of n_vec vectors. */
-TILE void strip_rows(const enum kind kind, const int R, scratch *sc, float *y, size_t ldy,
-                     const weights *m, size_t row, const float *x, size_t n_vec) {
-    const size_t npad = k3_pad(m->n), n_group = npad / K3_GROUP;
-    const size_t group_bytes = kind == BF16 ? 64 : kind == MXFP4 ? 16 : 128;
-    memset(sc->acc, 0, n_vec * (size_t)R * 16 * sizeof(float));
-    for (size_t g0 = 0; g0 < n_group; g0 += PANEL_GROUPS) {
-        size_t ng = PANEL_GROUPS, ahead = PANEL_GROUPS * group_bytes;
-        if (g0 + PANEL_GROUPS >= n_group) { /* the next panel is in the next rows */
-            ng = n_group - g0;
-            ahead = ((size_t)R * m->ldw / K3_GROUP - g0) * group_bytes;
-        }
-        fill_panel(kind, R, sc->panel, m, row, g0, ng, ahead);
-        if (R == 3) tile_strip3(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
-        else if (R == 2) tile_strip2(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
-        else tile_strip1(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
-    }
-    for (size_t t = 0; t < n_vec; t++)
-        for (int r = 0; r < R; r++) {
-            const float *a = sc->acc + (t * (size_t)R + (size_t)r) * 16;
-            y[t * ldy + row + (size_t)r] = fold(_mm256_load_ps(a), _mm256_load_ps(a + 8));
-        }
+TILE float fold_lanes(const float *lanes) {
+    return fold(_mm256_load_ps(lanes), _mm256_load_ps(lanes + 8));
 }
 
-/* Strips outside, rows inside: a strip of x stays in L2 while the rows pass. */
-TILE void matmul(const enum kind kind, float *y, size_t ldy, const weights *m, size_t n_rows,
-                 const float *xp, size_t batch) {
-    scratch sc;
-    for (size_t t0 = 0; t0 < batch; t0 += STRIP) {
-        size_t n_vec = batch - t0 < STRIP ? batch - t0 : STRIP, r = 0;
-        const float *x = xp + t0 * k3_pad(m->n);
-        float *yt = y + t0 * ldy;
-        for (; r + 3 <= n_rows; r += 3) strip_rows(kind, 3, &sc, yt, ldy, m, r, x, n_vec);
-        if (n_rows - r == 2) strip_rows(kind, 2, &sc, yt, ldy, m, r, x, n_vec);
-        if (n_rows - r == 1) strip_rows(kind, 1, &sc, yt, ldy, m, r, x, n_vec);
-    }
-}
-
-static void avx2_matmul_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_rows,
-                             size_t n, const float *xp, size_t batch) {
-    weights m = {w, NULL, ldw, n};
-    if (batch == 1)
-        matvec_bf16(y, w, ldw, n_rows, n, xp);
-    else
-        matmul(BF16, y, ldy, &m, n_rows, xp, batch);
-}
-
-static void avx2_matmul_f32(float *y, size_t ldy, const float *w, size_t n_rows, size_t n,
-                            const float *xp, size_t batch) {
-    weights m = {w, NULL, k3_pad(n), n};
-    matmul(F32, y, ldy, &m, n_rows, xp, batch);
-}
-
-static void avx2_matmul_mxfp4(float *y, size_t ldy, const uint8_t *q, const uint8_t *s,
-                              size_t n_rows, size_t n, const float *xp, size_t batch) {
-    weights m = {q, s, n, n};
-    if (batch == 1)
-        matvec_mxfp4(y, q, s, n_rows, n, xp);
-    else
-        matmul(MXFP4, y, ldy, &m, n_rows, xp, batch);
-}
+#define EACH_CHAIN_TILE(M) M(4, 2) M(1, 8)
+#include "kernels_panel.h"
 
 /* ---- Chains ----------------------------------------------------------------------- */
 
@@ -419,33 +303,7 @@ TILE void chain_cols(const enum kind kind, const int T, const int J, float *y, s
             y[(size_t)t * ldy + j] = chain_one(kind, w, ldw, j, n_i, c + (size_t)t * ldc);
 }
 
-TILE void chain(const enum kind kind, float *y, size_t ldy, const void *w, size_t ldw, size_t n_i,
-                size_t n_j, const float *c, size_t ldc, size_t batch) {
-    size_t t = 0;
-    for (; t + 4 <= batch; t += 4)
-        chain_cols(kind, 4, 2, y + t * ldy, ldy, w, ldw, n_i, n_j, c + t * ldc, ldc);
-    for (; t < batch; t++)
-        chain_cols(kind, 1, 8, y + t * ldy, ldy, w, ldw, n_i, n_j, c + t * ldc, ldc);
-}
-
-static void avx2_chain_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_i,
-                            size_t n_j, const float *c, size_t ldc, size_t batch) {
-    chain(BF16, y, ldy, w, ldw, n_i, n_j, c, ldc, batch);
-}
-
-static void avx2_chain_f32(float *y, size_t ldy, const float *w, size_t ldw, size_t n_i,
-                           size_t n_j, const float *c, size_t ldc, size_t batch) {
-    chain(F32, y, ldy, w, ldw, n_i, n_j, c, ldc, batch);
-}
-
 /* ---- KDA -------------------------------------------------------------------------- */
-
-/* The operands of one head, as in the contract. */
-typedef struct {
-    size_t d, n_tok, ldv, ldb, ldo;
-    const float *a, *k, *q, *val, *beta;
-    float *o;
-} kda_args;
 
 /* Columns v .. v + 8 J - 1 of S over all tokens. One sweep over k per token: the second
  * half of token t (write delta, read o) and the first half of token t + 1 (decay, read u)
@@ -584,11 +442,11 @@ static bool avx2_is_supported(void) {
 const k3_kernels k3_kernels_avx2 = {
     .name = "avx2",
     .is_supported = avx2_is_supported,
-    .matmul_bf16 = avx2_matmul_bf16,
-    .matmul_f32 = avx2_matmul_f32,
-    .matmul_mxfp4 = avx2_matmul_mxfp4,
-    .chain_bf16 = avx2_chain_bf16,
-    .chain_f32 = avx2_chain_f32,
+    .matmul_bf16 = matmul_bf16,
+    .matmul_f32 = matmul_f32,
+    .matmul_mxfp4 = matmul_mxfp4,
+    .chain_bf16 = chain_bf16,
+    .chain_f32 = chain_f32,
     .kda = avx2_kda,
     .dot = avx2_dot,
     K3_ELEMENTWISE_KERNELS,
