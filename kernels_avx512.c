@@ -56,6 +56,14 @@ TILE float fold(__m512 acc) {
 static const uint32_t mxfp4_table[256][16] __attribute__((aligned(64))) = {
     CODE64(0u), CODE64(64u), CODE64(128u), CODE64(192u)};
 
+/* What a row of weights is, so that one driver serves all three kinds. */
+enum kind { BF16, F32, MXFP4 };
+typedef struct {
+    const void *w;    /* bf16, f32 or nibbles   */
+    const uint8_t *s; /* scale codes            */
+    size_t ldw, n;    /* in elements            */
+} weights;
+
 /* ---- Batch 1 -------------------------------------------------------------------- */
 
 /* A 32-bit word of bf16 is an even and an odd element: shift for one, mask for the other. */
@@ -163,6 +171,94 @@ static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_
     for (; r + 4 <= n_rows; r += 4) mxfp4_rows4(y + r, q + r * row, s + r * n_group, n, x);
     for (; r < n_rows; r++) mxfp4_rows(1, y + r, q + r * row, s + r * n_group, n, x);
 }
+
+/* ---- Few vectors ------------------------------------------------------------------ */
+
+/* gcc would fold the load of an x into each of its uses, and the loop would wait for its
+ * loads; this makes it one. clang does the right thing and is only disturbed by it. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define ONE_LOAD(v) __asm__("" : "+v"(v))
+#else
+#define ONE_LOAD(v) (void)(v)
+#endif
+
+/* One half of a group, evens or odds: acc[t][r] += w[r] * x[t]. */
+TILE void few_add(const int R, const int V, __m512 acc[8][4], const __m512 w[4], const float *x) {
+    for (int t = 0; t < V; t++) {
+        __m512 xt = _mm512_load_ps(x + t * K3_GROUP);
+        ONE_LOAD(xt);
+        for (int r = 0; r < R; r++) acc[t][r] = _mm512_fmadd_ps(w[r], xt, acc[t][r]);
+    }
+}
+
+/* R rows of bf16 against V vectors: one group, of which the elements under `mask` exist. */
+TILE void few_bf16_group(const int R, const int V, __m512 acc[8][4], const uint16_t *p, size_t ldw,
+                         __mmask32 mask, const float *x) {
+    __m512 even[4], odd[4];
+    for (int r = 0; r < R; r++) {
+        const uint16_t *at = p + (size_t)r * ldw;
+        __m512i v;
+        if (mask == 0xffffffffu) {
+            _mm_prefetch((const char *)at + BF16_AHEAD_L1, _MM_HINT_T0);
+            _mm_prefetch((const char *)at + BF16_AHEAD_L2, _MM_HINT_T1);
+            v = _mm512_loadu_si512(at);
+        } else {
+            v = _mm512_maskz_loadu_epi16(mask, at);
+        }
+        even[r] = bf16_even(v);
+        odd[r] = bf16_odd(v);
+    }
+    few_add(R, V, acc, even, x);
+    few_add(R, V, acc, odd, x + 16);
+}
+
+/* The same of MXFP4. Bytes become words here, so that the lanes come in the order of dot16:
+ * the permutations of x that batch 1 does would be two for every vector. */
+TILE void few_mxfp4_group(const int R, const int V, __m512 acc[8][4], const uint8_t *q, size_t row,
+                          const uint8_t *s, size_t n_group, const float *x) {
+    __m512i v[4];
+    __m512 even[4], odd[4];
+    for (int r = 0; r < R; r++) {
+        __m512 table = _mm512_load_ps(mxfp4_table[s[(size_t)r * n_group]]);
+        v[r] = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(q + (size_t)r * row)));
+        even[r] = _mm512_permutexvar_ps(v[r], table);
+        odd[r] = _mm512_permutexvar_ps(_mm512_srli_epi32(v[r], 4), table);
+    }
+    few_add(R, V, acc, even, x);
+    few_add(R, V, acc, odd, x + 16);
+}
+
+/* R rows of either kind, from `row`, against the V vectors of a block. */
+TILE void few_rows(const enum kind kind, const int R, const int V, float *y, size_t ldy,
+                   const weights *m, size_t row, const float *x) {
+    const size_t n = m->n, n_group = n / K3_GROUP;
+    __m512 acc[8][4];
+    for (int t = 0; t < V; t++)
+        for (int r = 0; r < R; r++) acc[t][r] = _mm512_setzero_ps();
+    if (kind == BF16) {
+        const uint16_t *p = (const uint16_t *)m->w + row * m->ldw;
+        for (size_t g = 0; g < n_group; g++, p += K3_GROUP, x += V * K3_GROUP)
+            few_bf16_group(R, V, acc, p, m->ldw, 0xffffffffu, x);
+        if (n % K3_GROUP)
+            few_bf16_group(R, V, acc, p, m->ldw, (__mmask32)((1u << n % K3_GROUP) - 1), x);
+    } else {
+        const uint8_t *q = (const uint8_t *)m->w + row * (n / 2), *s = m->s + row * n_group;
+        const char *pf = (const char *)q + (size_t)R * (n / 2);
+        const char *pfs = (const char *)s + (size_t)R * n_group;
+        for (const uint8_t *end = s + n_group; s < end; s++, q += 16, pf += R * 16, pfs += R) {
+            _mm_prefetch(pf, _MM_HINT_T0);
+            _mm_prefetch(pf + 8192, _MM_HINT_T1);
+            _mm_prefetch(pfs, _MM_HINT_T0);
+            few_mxfp4_group(R, V, acc, q, n / 2, s, n_group, x);
+            x += V * K3_GROUP;
+        }
+    }
+    for (int t = 0; t < V; t++)
+        for (int r = 0; r < R; r++) y[(size_t)t * ldy + (size_t)r] = fold(acc[t][r]);
+}
+
+#define FEW_VECS 8
+#define EACH_FEW(M) M(2, 4) M(3, 4) M(4, 4) M(5, 4) M(6, 4) M(7, 3) M(8, 3)
 
 /* ---- Batch > 1 ------------------------------------------------------------------- */
 

@@ -53,14 +53,6 @@ TILE void tile_strip(const int R, float *acc, const float *w, const float *x, si
     }
 EACH_TILE_ROWS(STRIP_FN)
 
-/* What a row of weights is, so that one driver serves all three kinds. */
-enum kind { BF16, F32, MXFP4 };
-typedef struct {
-    const void *w;    /* bf16, f32 or nibbles   */
-    const uint8_t *s; /* scale codes            */
-    size_t ldw, n;    /* in elements            */
-} weights;
-
 /* Fill a panel with R rows from `row`. What lies `ahead` bytes on is the next panel: the
  * hardware sees only short runs and would start anew in each. */
 TILE void fill_panel(const enum kind kind, const int R, float *panel, const weights *m, size_t row,
@@ -123,11 +115,53 @@ TILE void matmul(const enum kind kind, float *y, size_t ldy, const weights *m, s
     }
 }
 
+/* ---- Few vectors ------------------------------------------------------------------------
+ *
+ * Up to FEW_VECS vectors: a block of rows is decoded in registers, each weight once, and
+ * multiplied into all vectors at once; nothing is stored and read again. An instance for
+ * every number of vectors and rows, out of line, so that its loop has the registers to
+ * itself. */
+typedef void (*few_fn)(float *y, size_t ldy, const weights *m, size_t row, const float *x);
+
+#define FEW_FN(KIND, V, NAME, R)                                                             \
+    static __attribute__((noinline)) void few_##KIND##_##V##_##NAME(                         \
+        float *y, size_t ldy, const weights *m, size_t row, const float *x) {                \
+        few_rows(KIND, R, V, y + row, ldy, m, row, x);                                       \
+    }
+#define FEW_FNS(V, R)                                                                        \
+    FEW_FN(BF16, V, most, R) FEW_FN(BF16, V, two, 2) FEW_FN(BF16, V, one, 1)                 \
+    FEW_FN(MXFP4, V, most, R) FEW_FN(MXFP4, V, two, 2) FEW_FN(MXFP4, V, one, 1)
+EACH_FEW(FEW_FNS)
+
+/* The instances for one number of vectors: of the most rows, of two and of one. */
+typedef struct {
+    size_t most_rows;
+    few_fn most, two, one;
+} few_set;
+#define FEW_SET(KIND, V, R) \
+    [V] = {R, few_##KIND##_##V##_most, few_##KIND##_##V##_two, few_##KIND##_##V##_one},
+#define FEW_BF16(V, R)  FEW_SET(BF16, V, R)
+#define FEW_MXFP4(V, R) FEW_SET(MXFP4, V, R)
+static const few_set few_bf16[FEW_VECS + 1] = {EACH_FEW(FEW_BF16)};
+static const few_set few_mxfp4[FEW_VECS + 1] = {EACH_FEW(FEW_MXFP4)};
+
+static void few_vectors(const few_set *f, float *y, size_t ldy, const weights *m, size_t n_rows,
+                        const float *x) {
+    size_t r = 0;
+    for (; r + f->most_rows <= n_rows; r += f->most_rows) f->most(y, ldy, m, r, x);
+    for (; r + 2 <= n_rows; r += 2) f->two(y, ldy, m, r, x);
+    if (r < n_rows) f->one(y, ldy, m, r, x);
+}
+
+/* ---- The table's functions ------------------------------------------------------------ */
+
 static void matmul_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_rows,
                         size_t n, const float *xp, size_t batch) {
     weights m = {w, NULL, ldw, n};
     if (batch == 1)
         matvec_bf16(y, w, ldw, n_rows, n, xp);
+    else if (batch <= FEW_VECS)
+        few_vectors(&few_bf16[batch], y, ldy, &m, n_rows, xp);
     else
         matmul(BF16, y, ldy, &m, n_rows, xp, batch);
 }
@@ -143,6 +177,8 @@ static void matmul_mxfp4(float *y, size_t ldy, const uint8_t *q, const uint8_t *
     weights m = {q, s, n, n};
     if (batch == 1)
         matvec_mxfp4(y, q, s, n_rows, n, xp);
+    else if (batch <= FEW_VECS)
+        few_vectors(&few_mxfp4[batch], y, ldy, &m, n_rows, xp);
     else
         matmul(MXFP4, y, ldy, &m, n_rows, xp, batch);
 }
