@@ -11,12 +11,15 @@
 #define K3_EXPERTS_H
 
 #include "k3.h"
+#include "k3_common.h"
 #include "k3_pool.h"
 #include "kernels.h"
 
 #if defined(__SSE2__)
 #include <xmmintrin.h>
 #endif
+
+#define K3_MAX_SHARDS 4096 /* of a model directory */
 
 /* ---- 1. The format ------------------------------------------------------------------
  *
@@ -65,6 +68,16 @@ static inline void fp_default(void) {
  * kernels keep in flight. Where that gives a thread fewer than 8 pieces, pieces are smaller. */
 #define ROW_TILE       96
 #define TILES_A_THREAD 8
+
+/* Two threads never write one packed group of h, and a piece is whole tiles of every kernel. */
+STATIC_ASSERT(row_tile_is_whole_groups, ROW_TILE % K3_GROUP == 0);
+STATIC_ASSERT(row_tile_is_whole_kernel_rows, ROW_TILE % K3_KERNEL_ROWS == 0);
+STATIC_ASSERT(each_packed_has_its_scale, N_EXPERT_TENSORS == 6 && W1_SCALE == W1_PACKED + 1 &&
+                                             W3_SCALE == W3_PACKED + 1 &&
+                                             W2_SCALE == W2_PACKED + 1 && W1_PACKED % 2 == 0);
+STATIC_ASSERT(matrices_follow_their_tensors, W1_PACKED == 2 * EXPERT_W1 &&
+                                                 W3_PACKED == 2 * EXPERT_W3 &&
+                                                 W2_PACKED == 2 * EXPERT_W2);
 
 static inline size_t tile_count(size_t n_rows, size_t tile) { return (n_rows + tile - 1) / tile; }
 

@@ -107,6 +107,7 @@ const char *k3_status_name(int status) {
                                        "cancelled",
                                        "numeric error",
                                        "a far box lied"};
+    STATIC_ASSERT(every_status_has_a_name, sizeof name / sizeof *name == -K3_EREDO + 1);
     int i = status >= 0 ? 0 : -status;
     return i < (int)(sizeof name / sizeof *name) ? name[i] : "unknown status";
 }
@@ -428,6 +429,13 @@ static int config_quantization(const config *c) {
 }
 
 #define MAX_DIM (1u << 24)
+#define MAX_ELEMENTS (1ull << 48) /* of one tensor of a header */
+STATIC_ASSERT(every_matrix_passes_the_header_check, (uint64_t)MAX_DIM * MAX_DIM <= MAX_ELEMENTS);
+STATIC_ASSERT(mxfp4_group_is_a_packed_group, K3_GROUP == 32);
+STATIC_ASSERT(layers_fit_the_wire, K3_MAX_LAYERS <= TIER_MAX_LAYERS);
+STATIC_ASSERT(choices_fit_the_wire, K3_MAX_TOP_K <= TIER_MAX_TOP_K);
+STATIC_ASSERT(slices_keep_to_the_wire,
+              SLICE_MAX_LAYERS == TIER_MAX_LAYERS && SLICE_MAX_EXPERTS == TIER_MAX_EXPERTS);
 
 static int config_numbers(const config *c, k3_shape *sh) {
     uint32_t kv_heads = 0;
@@ -614,6 +622,7 @@ static json_object *json_parse(const char *text, size_t n, int depth, const char
 }
 
 #define CONFIG_MAX_BYTES (256u << 10) /* the release has 7 KB; json-c grows it up to 260-fold */
+STATIC_ASSERT(every_config_can_be_staged, CONFIG_MAX_BYTES <= TIER_MAX_CONFIG);
 
 /* Open a regular file for reading; a FIFO is refused, not waited for. Returns the descriptor
  * or a status with errno set (0: not a regular file). */
@@ -996,7 +1005,7 @@ static const expert_format *const FORMAT = &expert_mxfp4;
 #define EXPERT_TENSOR (FORMAT->tensor)
 
 #define NO_SHARD UINT16_MAX
-#define MAX_SHARDS 4096
+STATIC_ASSERT(no_shard_is_none, K3_MAX_SHARDS <= NO_SHARD);
 
 typedef struct {
     uint64_t offset; /* from the start of the file */
@@ -1354,7 +1363,7 @@ static const char *header_entry_parse(scan *s, header_entry *h) {
     if (why) return why;
     h->n_elements = 1;
     for (int i = 0; i < h->n_dims; i++) {
-        if (h->dims[i] && h->n_elements > (1ull << 48) / h->dims[i])
+        if (h->dims[i] && h->n_elements > MAX_ELEMENTS / h->dims[i])
             return "has an impossible shape";
         h->n_elements *= h->dims[i];
     }
@@ -1587,8 +1596,8 @@ static int shard_find(const model *m, const char *name) {
 }
 
 static int shard_add(model *m, const char *name, k3_error *err) {
-    if (m->n_shards == MAX_SHARDS)
-        return fail(err, K3_EMODEL, "%s: more than %d shards", m->dir, MAX_SHARDS);
+    if (m->n_shards == K3_MAX_SHARDS)
+        return fail(err, K3_EMODEL, "%s: more than %d shards", m->dir, K3_MAX_SHARDS);
     shard *grown = realloc(m->shards, (m->n_shards + 1) * sizeof *grown);
     char *copy = strdup(name);
     if (grown) m->shards = grown;
@@ -1881,6 +1890,8 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
 #define IO_ALIGN 4096u
 #define IO_MAX_DEPTH 64
 #define IO_AGAIN 10000 /* interruptions of one request; more are an error */
+STATIC_ASSERT(io_align_is_a_block, IO_ALIGN % 4096 == 0 && (IO_ALIGN & (IO_ALIGN - 1)) == 0);
+STATIC_ASSERT(copies_fit_a_byte_of_bits, K3_MAX_COPIES <= 8);
 
 enum io_urgency { IO_DEMAND, IO_TRUNK, IO_GUESS, N_URGENCIES };
 enum io_state { IO_IDLE, IO_QUEUED, IO_BUSY, IO_DONE, IO_FAILED };
@@ -2312,7 +2323,8 @@ typedef struct {
 
 #define STREAM_LIVE 64
 #define PIECE_BYTES (8u << 20) /* a streamed piece, about */
-#define PIECE_ROWS  96         /* its rows are a multiple of ROW_TILE */
+#define PIECE_ROWS  96         /* its rows are a multiple of this     */
+STATIC_ASSERT(streamed_pieces_are_whole_tiles, PIECE_ROWS % ROW_TILE == 0);
 
 typedef struct {
     piece *pieces; /* [n_pieces] in order of use; the head's after n_body */
@@ -3526,13 +3538,23 @@ static uint64_t plan_ring_least(const k3_engine *e) {
     return 2 * io_room(piece_max_bytes(&e->files, &e->sh));
 }
 
-/* The most positions, a power of two up to 512, whose scratch takes at most an eighth of what is
+#define PLAN_CHUNK 512
+STATIC_ASSERT(a_planned_chunk_fits_a_request, PLAN_CHUNK <= TIER_MAX_ROWS);
+STATIC_ASSERT(every_reply_fits_a_frame, TIER_FIXED_BYTES + (TIER_MAX_EXPERTS + 63) / 64 * 8 +
+                                                (uint64_t)TIER_MAX_ROWS * TIER_MAX_LATENT * 8 <=
+                                            TIER_MAX_FRAME);
+STATIC_ASSERT(every_request_fits_a_frame,
+              TIER_FIXED_BYTES + (uint64_t)TIER_MAX_ROWS * TIER_MAX_LATENT * 4 +
+                      TIER_MAX_EXPERTS * 4 + (uint64_t)TIER_MAX_ROWS * TIER_MAX_TOP_K * 6 <=
+                  TIER_MAX_FRAME);
+
+/* The most positions, a power of two up to PLAN_CHUNK, whose scratch takes at most an eighth of what is
  * above the floor: a longer chunk reads streamed weights fewer times for a prompt, but its memory
  * holds no weights in decode. */
 static uint64_t plan_chunk(const k3_engine *e, uint64_t trunk) {
     uint64_t least = plan_fixed(e, 1) + trunk;
     uint64_t left = e->mem.limit > least ? e->mem.limit - least : 0;
-    uint64_t chunk = 512;
+    uint64_t chunk = PLAN_CHUNK;
     while (chunk > 1 && scratch_bytes(e, chunk) - scratch_bytes(e, 1) > left / 8) chunk /= 2;
     return chunk;
 }
@@ -3817,6 +3839,8 @@ static int disk_choose(k3_engine *e, k3_error *err) {
 #define MLA_TOK   8    /* positions x heads whose queries share a pass over the cache */
 #define MLA_HEADS 8
 #define MLA_ROWS (MLA_TOK * MLA_HEADS)
+STATIC_ASSERT(mla_block_is_that_of_numerics_3, MLA_BLOCK == 256);
+STATIC_ASSERT(mla_block_is_whole_groups, MLA_BLOCK % K3_GROUP == 0);
 
 typedef struct { /* [T][.] each; `p` marks packed */
     float *raw[3], *g, *f, *fa, *fap, *b, *att, *attp;
@@ -4057,11 +4081,16 @@ typedef struct {
  * arithmetic at 80 GFLOP/s. Pieces of work are cut and threads are woken by it. */
 static uint64_t row_ns(size_t n, size_t T) { return n * (8 + T) / 40; }
 
-/* Rows of a piece: ROW_TILE, or fewer where a thread would have fewer than TILES_A_THREAD pieces. Multiples of
- * the 6 rows that the kernels keep in flight. */
+/* Rows of a piece: ROW_TILE, or fewer where a thread would have fewer than TILES_A_THREAD pieces: halves of it
+ * that are still whole tiles of the kernels. */
+#define LEAST_TILE (2 * K3_KERNEL_ROWS)
+STATIC_ASSERT(halves_of_row_tile_are_whole_kernel_rows,
+              ROW_TILE % LEAST_TILE == 0 &&
+                  (ROW_TILE / LEAST_TILE & (ROW_TILE / LEAST_TILE - 1)) == 0);
+
 static size_t linear_tile(const k3_engine *e, size_t n_rows) {
     size_t tile = ROW_TILE, most = (size_t)e->n_threads * TILES_A_THREAD;
-    while (tile > 12 && tile_count(n_rows, tile) < most) tile /= 2;
+    while (tile > LEAST_TILE && tile_count(n_rows, tile) < most) tile /= 2;
     return tile;
 }
 
@@ -4471,6 +4500,7 @@ static void mla_attend(const mla_tile *a) {
 #define ONES8 1, 1, 1, 1, 1, 1, 1, 1
 #define ONES64 ONES8, ONES8, ONES8, ONES8, ONES8, ONES8, ONES8, ONES8
         ONES64, ONES64, ONES64, ONES64};
+    STATIC_ASSERT(ones_fill_a_block, MLA_BLOCK == 4 * 64);
     size_t n_blocks = (size_t)((a->st->pos + a->t0 + a->nt - 1) / MLA_BLOCK) + 1;
     mla_queries(a);
     mla_maxima(a, n_blocks);
@@ -5314,12 +5344,11 @@ static int forward(step *st, const uint32_t *ids, size_t n_rows, float *logits) 
  * So l are dealt into bins, from the largest down, and only a bin that takes the sum past a power
  * of two, that holds a half-way term, or in which the cut falls, is sorted.
  */
-static const k3_kernels *kernels_pick(const char *name, k3_error *err); /* section 17 */
-
 #define SAMPLE_BINS 1024u
 #define SAMPLE_FAR  16.7f /* exp(-16.7) and all below is less than 2^-24: the last bin begins */
 #define RADIX_BITS  11
 #define RADIX_BINS  (1u << RADIX_BITS)
+STATIC_ASSERT(a_bin_fits_its_number, SAMPLE_BINS <= UINT16_MAX + 1u);
 
 uint32_t k3_sample_greedy(const float *logits, size_t vocab_size) {
     size_t best = 0;
@@ -5389,6 +5418,7 @@ static uint32_t sample_key(float l) {
 /* Sort l[n] downwards, a digit of 11 bits of the keys at a time from the last. */
 static void sample_radix(float *l, float *spare, size_t n) {
     enum { N_DIGITS = 3 };
+    STATIC_ASSERT(digits_cover_a_key, N_DIGITS * RADIX_BITS >= 32);
     uint32_t count[N_DIGITS][RADIX_BINS];
     float *from = l, *to = spare;
     memset(count, 0, sizeof count);
@@ -5499,15 +5529,14 @@ static sample_cut sample_keep(sample_row *r, const k3_sampler *sp, const float *
     return cut;
 }
 
-uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size, uint64_t pos,
-                   void *scratch) {
+uint32_t k3_sample(const k3_engine *e, const k3_sampler *sp, const float *logits, size_t vocab_size,
+                   uint64_t pos, void *scratch) {
     if (!(sp->temperature > 0.0f)) return k3_sample_greedy(logits, vocab_size);
     uint64_t fp = fp_save();
     fp_default();
-    float *l = scratch, *e = l + vocab_size, total;
-    uint32_t *id = (uint32_t *)(void *)(e + vocab_size);
-    sample_row r = {
-        .k = kernels_pick(NULL, NULL), .l = e, .e = (float *)(void *)id, .n = vocab_size};
+    float *l = scratch, *kept = l + vocab_size, total;
+    uint32_t *id = (uint32_t *)(void *)(kept + vocab_size);
+    sample_row r = {.k = e->kern, .l = kept, .e = (float *)(void *)id, .n = vocab_size};
     sample_cut cut = {-INFINITY, vocab_size};
     size_t n = 0, pick = 0;
     r.k->divide(l, logits, sp->temperature, vocab_size);
@@ -5519,16 +5548,16 @@ uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size,
     if (sp->top_p < 1.0f || (sp->top_k > 0 && sp->top_k < vocab_size)) cut = sample_keep(&r, sp, l);
     for (size_t i = 0; i < vocab_size; i++) {
         bool is_last = l[i] == cut.last && cut.n_last > 0;
-        e[n] = l[i];
+        kept[n] = l[i];
         id[n] = (uint32_t)i;
         n += l[i] > cut.last || is_last;
         cut.n_last -= is_last;
     }
-    r.k->exp_sub(e, e, r.top, n);
-    total = e[0];
-    for (size_t i = 1; i < n; i++) total = total + e[i];
-    float target = sample_uniform(sp->seed, pos) * total, sum = e[0];
-    while (pick + 1 < n && !(sum > target)) sum = sum + e[++pick];
+    r.k->exp_sub(kept, kept, r.top, n);
+    total = kept[0];
+    for (size_t i = 1; i < n; i++) total = total + kept[i];
+    float target = sample_uniform(sp->seed, pos) * total, sum = kept[0];
+    while (pick + 1 < n && !(sum > target)) sum = sum + kept[++pick];
     fp_restore(fp);
     return id[pick];
 }
@@ -6014,8 +6043,8 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
         e->opt.mirrors = NULL;
     }
     if (!o->model_dir) return fail(err, K3_EUSAGE, "no model directory given");
-    if (o->n_threads < 0 || o->n_threads > 1024)
-        return fail(err, K3_EUSAGE, "threads is %d, outside 0..1024", o->n_threads);
+    if (o->n_threads < 0 || o->n_threads > POOL_MAX_THREADS)
+        return fail(err, K3_EUSAGE, "threads is %d, outside 0..%d", o->n_threads, POOL_MAX_THREADS);
     if (o->chunk < 0 || o->chunk > 4096)
         return fail(err, K3_EUSAGE, "chunk is %d, outside 0..4096", o->chunk);
     if (o->io_depth < 0 || o->io_depth > IO_MAX_DEPTH)

@@ -397,11 +397,11 @@ typedef struct {
 /* Lowest id among the largest logits. */
 uint32_t k3_sample_greedy(const float *logits, size_t vocab_size);
 
-/* Draw the id that follows `pos`, the 0-based position whose row `logits` is.
- * `scratch` is caller's memory: k3_sample_scratch(vocab_size) bytes. */
+/* Draw the id that follows `pos`, the 0-based position whose row `logits` is, with the kernels of `e`.
+ * `scratch` is caller's memory: k3_sample_scratch(vocab_size) bytes. Any number of threads may draw at once. */
 size_t k3_sample_scratch(size_t vocab_size);
-uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size, uint64_t pos,
-                   void *scratch);
+uint32_t k3_sample(const k3_engine *e, const k3_sampler *sp, const float *logits, size_t vocab_size,
+                   uint64_t pos, void *scratch);
 
 /* ---- Text (K3-SPEC 4.1-4.3) ----------------------------------------------------- */
 

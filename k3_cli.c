@@ -461,7 +461,8 @@ static const cli_option OPTION[] = {
 };
 
 /* `given` has a place for each row. */
-typedef char options_suffice[COUNT(OPTION) <= MAX_OPTION ? 1 : -1];
+STATIC_ASSERT(options_suffice, COUNT(OPTION) <= MAX_OPTION);
+STATIC_ASSERT(default_context_is_one, DEFAULT_CONTEXT <= MAX_CONTEXT);
 
 typedef struct {
     const char *name;
@@ -1298,6 +1299,7 @@ static int outfile_close(outfile *o, bool keep) {
  * at once. Whatever ends the answer, what was said so far has been printed.
  */
 typedef struct {
+    const k3_engine *e;
     k3_session *s;
     size_t n_vocab;
     float *row;    /* f32[n_vocab], logits after the last position run       */
@@ -1310,6 +1312,7 @@ typedef struct {
 /* A session with room for the context that the engine planned for. */
 static int timeline_open(timeline *t, k3_engine *e, const cli_args *a) {
     k3_error err = {{0}};
+    t->e = e;
     t->n_vocab = k3_engine_shape(e)->vocab_size;
     t->sampler = (k3_sampler){a->temperature, a->top_p, (uint32_t)a->top_k, a->seed};
     t->ids_fnv = t->logits_fnv = K3_FNV_BASIS;
@@ -1358,7 +1361,7 @@ static int timeline_feed(timeline *t, const uint32_t *ids, size_t n, k3_error *e
 /* The id that follows the row at hand; not yet run. */
 static uint32_t timeline_draw(timeline *t) {
     uint64_t pos = k3_session_pos(t->s) - 1;
-    uint32_t id = k3_sample(&t->sampler, t->row, t->n_vocab, pos, t->scratch);
+    uint32_t id = k3_sample(t->e, &t->sampler, t->row, t->n_vocab, pos, t->scratch);
     t->ids_fnv = k3_fnv1a(t->ids_fnv, &id, sizeof id);
     return id;
 }
@@ -2718,7 +2721,8 @@ static int reader_find(reader *r, uint64_t ram) {
 #define BENCH_REF_ROUNDS 2
 #define BENCH_MAX_LINES 64
 #define BENCH_MAX_POOLS 12             /* 1, 2, 4, ... POOL_MAX_THREADS threads */
-#define BENCH_TILE 96                  /* rows of one kernel call, as in the engine          */
+STATIC_ASSERT(pools_up_to_the_most_threads, 1u << (BENCH_MAX_POOLS - 1) >= POOL_MAX_THREADS);
+#define BENCH_TILE ROW_TILE            /* rows of one kernel call, as in the engine          */
 #define BENCH_HASH_ROWS 256            /* rows under the hash; all that "ref" runs           */
 #define BENCH_POOL_BYTES (1400u << 20) /* weights: several times the largest cache           */
 #define BENCH_READ_BYTES ((size_t)128 << 20)
@@ -3753,10 +3757,8 @@ static const struct {
             {"Keep what was computed", CACHE},
             {"Bring experts to other machines (k3-tier)", SLICE | STAGE}};
 
-typedef char tasks_name_every_command[(RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH |
-                                       CACHE | SLICE | STAGE) == ANY
-                                          ? 1
-                                          : -1];
+STATIC_ASSERT(tasks_name_every_command, (RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH | CACHE |
+                                         SLICE | STAGE) == ANY);
 
 static int help_all(void) {
     puts("k3 " K3_VERSION " - run Kimi K3, exact, on a machine that holds a few percent of it\n\n"

@@ -14,6 +14,7 @@
  *             and a register tile of 3 rows x 2 vectors (12 accumulators, 2 x, 1 weight)
  *             runs over it. Accumulators rest in memory between panels. */
 #define K3_KERNELS_ELEMENTWISE
+#include "k3_common.h"
 #include "kernels.h"
 
 #include <immintrin.h>
@@ -179,6 +180,9 @@ static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_
 #define PANEL_GROUPS 8  /* 256 columns: panel and x share L1     */
 #define TILE_ROWS    3  /* most rows of a tile                   */
 #define STRIP        32 /* most vectors at a time                */
+STATIC_ASSERT(strip_is_whole_blocks, STRIP % K3_XBLOCK == 0);
+STATIC_ASSERT(strip_rows_has_every_tile, TILE_ROWS == 3 && K3_KERNEL_ROWS % TILE_ROWS == 0);
+STATIC_ASSERT(group_is_two_halves_of_dot16, K3_GROUP == 2 * 16);
 
 /* Widened weights, panel[group][row][16 evens | 16 odds], and accumulators,
  * acc[vector][row][lane]; as many rows as the tile has. */

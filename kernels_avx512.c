@@ -18,6 +18,7 @@
  *             x) runs over it. Six rows, so that x, which comes from L2, is read once
  *             per six rows. Accumulators rest in memory between panels. */
 #define K3_KERNELS_ELEMENTWISE
+#include "k3_common.h"
 #include "kernels.h"
 
 #include <immintrin.h>
@@ -169,6 +170,9 @@ static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_
 #define PANEL_GROUPS 8  /* 256 columns: panel and x share L1     */
 #define TILE_ROWS    6  /* most rows of a tile                   */
 #define STRIP        32 /* most vectors at a time                */
+STATIC_ASSERT(strip_is_whole_blocks, STRIP % K3_XBLOCK == 0);
+STATIC_ASSERT(strip_rows_has_every_tile, TILE_ROWS == 6 && K3_KERNEL_ROWS % TILE_ROWS == 0);
+STATIC_ASSERT(group_is_two_halves_of_dot16, K3_GROUP == 2 * 16);
 
 /* Widened weights, panel[group][row][16 evens | 16 odds], and accumulators,
  * acc[vector][row][lane]; as many rows as the tile has. */
