@@ -1519,13 +1519,16 @@ static int header_scan(model *m, const k3_shape *sh, uint16_t i_shard, const cha
 
 #define ENTRY_MIN_BYTES 40 /* "":{"dtype":"","shape":[],"data_offsets":[0,0]} has 47 */
 
+/* `n` bytes of text: as many spans as it can have entries, since each has a brace of its own. */
 static int header_entries(model *m, const k3_shape *sh, uint16_t i_shard, const char *text,
                           size_t n, k3_error *err) {
-    span *spans = malloc((n / ENTRY_MIN_BYTES + 1) * sizeof *spans);
-    if (!spans)
-        return fail(err, K3_ENOMEM, "%s: out of memory for its header", m->shards[i_shard].name);
+    uint64_t n_spans = 1, most = n / ENTRY_MIN_BYTES + 1;
+    for (size_t i = 0; i < n; i++) n_spans += text[i] == '{';
+    uint64_t bytes = (n_spans < most ? n_spans : most) * sizeof(span);
+    span *spans = ledger_take(m->mem, bytes, "its header's entries", err);
+    if (!spans) return fail_in(err, m->mem->why, "%s", m->shards[i_shard].name);
     int rc = header_scan(m, sh, i_shard, text, n, spans, err);
-    free(spans);
+    ledger_give(m->mem, spans, bytes);
     return rc;
 }
 
@@ -1560,9 +1563,10 @@ static int read_exact(const shard *s, void *to, uint64_t n, uint64_t offset, k3_
     return rc;
 }
 
-static int header_read(model *m, const k3_shape *sh, uint16_t i_shard, k3_error *err) {
-    const shard *s = &m->shards[i_shard];
+/* The length that the header states; 0 also where it states an impossible one, and err says so. */
+static int header_length(const shard *s, uint64_t *length, k3_error *err) {
     uint8_t len8[8];
+    *length = 0;
     if (s->size < 8)
         return fail(err, K3_EMODEL, "%s: %llu bytes is no safetensors file; download it again",
                     s->name, (unsigned long long)s->size);
@@ -1578,13 +1582,84 @@ static int header_read(model *m, const k3_shape *sh, uint16_t i_shard, k3_error 
     if (n > HEADER_MAX_BYTES)
         return fail(err, K3_EMODEL, "%s: header of %llu bytes, more than the format's limit of %u",
                     s->name, (unsigned long long)n, HEADER_MAX_BYTES);
-    char *text = malloc((size_t)n + 1);
-    if (!text) return fail(err, K3_ENOMEM, "%s: out of memory for its header", s->name);
+    *length = n;
+    return 0;
+}
+
+static int header_read(model *m, const k3_shape *sh, uint16_t i_shard, k3_error *err) {
+    const shard *s = &m->shards[i_shard];
+    uint64_t n;
+    int rc = header_length(s, &n, err);
+    if (rc < 0) return rc;
+    char *text = ledger_take(m->mem, n + 1, "its header", err);
+    if (!text) return fail_in(err, m->mem->why, "%s", s->name);
     if (n > m->header_bytes) m->header_bytes = n;
     rc = read_exact(s, text, n, 8, err);
     if (rc == 0) rc = header_entries(m, sh, i_shard, text, (size_t)n, err);
-    free(text);
+    ledger_give(m->mem, text, n + 1);
     return rc;
+}
+
+/* ---- Counts ----
+ *
+ * config.json says how many experts there are, and a table is made for all of them. Before a large one is made the
+ * headers are looked at: no memory is taken for tensors that no header names. A header is counted in pieces, and only
+ * as far as it is text: the holes of a sparse file name nothing. */
+#define SMALL_TABLES (16u << 20) /* three times what the release needs: made without a look, whatever the budget */
+
+static uint64_t count_text(const char *text, size_t n, const char *word) {
+    uint64_t count = 0;
+    size_t n_word = strlen(word);
+    for (const char *p = text, *end = text + n; (p = memmem(p, (size_t)(end - p), word, n_word));) {
+        p += n_word;
+        count++;
+    }
+    return count;
+}
+
+/* Most tensors that the header of a shard can name; 0 when it is none, which header_read will say. */
+static uint64_t header_count(const shard *s) {
+    static const char word[] = "\"data_offsets\"";
+    enum { STEP = 1 << 16, OVERLAP = sizeof word - 2 };
+    char buf[OVERLAP + STEP];
+    uint64_t n, n_found = 0;
+    if (header_length(s, &n, NULL) < 0) return 0;
+    size_t kept = 0;
+    for (uint64_t at = 0, step; at < n; at += step) {
+        step = n - at < STEP ? n - at : STEP;
+        if (read_exact(s, buf + kept, step, 8 + at, NULL) < 0 || memchr(buf, 0, kept + step)) break;
+        n_found += count_text(buf, kept + step, word);
+        size_t all = kept + step;
+        kept = all < OVERLAP ? all : OVERLAP;
+        memmove(buf, buf + all - kept, kept);
+    }
+    return n_found;
+}
+
+static uint64_t model_tensors(const k3_shape *sh) {
+    uint64_t n = N_MODEL_TENSORS;
+    for (uint32_t il = 0; il < sh->n_layers; il++)
+        for (int t = N_MODEL_TENSORS; t < N_TENSORS; t++) n += layer_has(sh, il, TENSOR[t].part);
+    return n + (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts * N_EXPERT_TENSORS;
+}
+
+/* Do the headers name as many tensors as config.json asks for? Looked at only where tables are large, and not in a
+ * slice, which may have any of them: there the budget is the bound. */
+static int model_counts(const model *m, const k3_shape *sh, k3_error *err) {
+    uint64_t n_want = model_tensors(sh), n_named = 0;
+    uint32_t n_shards = 0;
+    if (m->experts_bytes <= SMALL_TABLES || m->opt->config_only || m->opt->experts_only) return 0;
+    for (uint32_t i = 0; i < m->n_shards && n_named < n_want; i++) {
+        if (!m->shards[i].is_needed) continue;
+        n_named += header_count(&m->shards[i]);
+        n_shards++;
+    }
+    if (n_named >= n_want) return 0;
+    return fail(err, K3_EMODEL,
+                "config.json: %u layers, %u of them with %u experts each, are %llu tensors, but the headers of "
+                "%u shards name at most %llu; is the download complete, and this its config.json?",
+                sh->n_layers, sh->n_layers - sh->n_dense, sh->n_experts, (unsigned long long)n_want,
+                n_shards, (unsigned long long)n_named);
 }
 
 /* ---- The index, streamed: only to learn which shards must be there ---- */
@@ -1836,6 +1911,20 @@ static void model_close(model *m) {
     memset(m, 0, sizeof *m);
 }
 
+/* Where tensors lie, all of them nowhere yet. */
+static int model_tables(model *m, const k3_shape *sh, k3_error *err) {
+    m->at = ledger_take(m->mem, m->at_bytes, "tensor table", err);
+    if (!m->at) return m->mem->why;
+    m->experts = ledger_take(m->mem, m->experts_bytes, "expert table", err);
+    if (!m->experts)
+        return fail_in(err, m->mem->why, "config.json: %u layers with %u experts each",
+                       sh->n_layers - sh->n_dense, sh->n_experts);
+    memset(m->at_model, 0xff, sizeof m->at_model); /* NO_SHARD everywhere */
+    memset(m->at, 0xff, m->at_bytes);
+    memset(m->experts, 0xff, m->experts_bytes);
+    return 0;
+}
+
 static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger *mem,
                       k3_error *err) {
     m->dir = o->model_dir;
@@ -1844,15 +1933,10 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
     m->at_bytes = sh->n_layers * sizeof *m->at;
     m->experts_bytes = (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts * sizeof *m->experts;
     shape_dims(sh, m->dims);
-    m->at = ledger_take(mem, m->at_bytes, "tensor table", err);
-    if (!m->at) return mem->why;
-    m->experts = ledger_take(mem, m->experts_bytes, "expert table", err);
-    if (!m->experts) return mem->why;
-    memset(m->at_model, 0xff, sizeof m->at_model); /* NO_SHARD everywhere */
-    memset(m->at, 0xff, m->at_bytes);
-    memset(m->experts, 0xff, m->experts_bytes);
-    if (o->config_only) return 0;
-    int rc = model_shards(m, err);
+    int rc = o->config_only ? 0 : model_shards(m, err);
+    if (rc == 0) rc = model_counts(m, sh, err);
+    if (rc == 0) rc = model_tables(m, sh, err);
+    if (rc < 0 || o->config_only) return rc;
     for (uint32_t i = 0; rc == 0 && i < m->n_shards; i++) {
         if (!m->shards[i].is_needed) continue;
         k3_progress p = {K3_PHASE_OPEN, i, m->n_shards, -1, 0};
@@ -3366,6 +3450,9 @@ static int sums_load(k3_engine *e, const char *path, int fd, uint64_t size, k3_e
     if (size < SUMS_HEAD || (rc = read_copy(&file, 0, head, SUMS_HEAD, 0, err)) < 0 ||
         (memcmp(head, SUMS_MAGIC, 8) != 0 && memcmp(head, SUMS_MAGIC_1, 8) != 0))
         return rc < 0 ? rc : fail(err, K3_EMODEL, "%s: no file of sums; %s", path, again);
+    if (size / 8 < (uint64_t)(e->sh.n_layers - e->sh.n_dense) * e->sh.n_experts + e->sh.vocab_size)
+        return fail(err, K3_EMODEL, "%s: %llu bytes: cut short, or made for other files; %s", path,
+                    (unsigned long long)size, again);
     if ((rc = sums_make(e, memcmp(head, SUMS_MAGIC, 8) == 0, &fingerprint, err)) < 0) return rc;
     uint64_t n_bytes = e->sums.n * sizeof(uint64_t), *values = sums_values(e);
     if (head[1] != fingerprint || head[2] != e->sums.n)
@@ -6059,9 +6146,17 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
     if (!e->dir) return fail(err, K3_ENOMEM, "out of memory");
     e->opt.model_dir = e->dir;
     e->n_threads = engine_threads(o->n_threads);
-    e->mem.limit = UINT64_MAX; /* until the plan: it names the floor, tables included */
     e->mem.used = OVERHEAD_BYTES + o->caller_bytes;
     return 0;
+}
+
+/* Tables are sized by what files say: they keep to the budget from the start. Below SMALL_TABLES the plan speaks,
+ * which knows the floor. */
+static uint64_t tables_limit(const k3_engine *e) {
+    const k3_options *o = &e->opt;
+    uint64_t least = e->mem.used + SMALL_TABLES,
+             ram = o->ram_bytes ? o->ram_bytes : budget_default(o->others_bytes);
+    return ram > least ? ram : least;
 }
 
 /* Memory, trunk, slots, disk: everything a step needs. */
@@ -6095,10 +6190,12 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
     e->mem.lock = &e->accounts;
     int rc = engine_setup(e, o, err);
     if (rc == 0) rc = shape_read(&e->sh, e->dir, o->eps_lora, err);
+    if (rc == 0) e->mem.limit = tables_limit(e);
     if (rc == 0) rc = model_open(&e->files, &e->sh, &e->opt, &e->mem, err);
     if (rc == 0 && !(e->layers = calloc(e->sh.n_layers + 1, sizeof *e->layers)))
         rc = fail(err, K3_ENOMEM, "out of memory for %u layers", e->sh.n_layers);
     if (rc == 0) rc = sums_open(e, err);
+    e->mem.limit = UINT64_MAX; /* until the plan: it names the floor, tables included */
     if (rc == 0 && !o->config_only) rc = disk_open(e, err);
     if (rc == 0 && !o->config_only) e->stamp = files_stamp(e); /* before any weight is read */
     if (rc == 0) rc = far_open(e, err);

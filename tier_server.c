@@ -2618,6 +2618,7 @@ static int files_open(server *s, const char *dir, bool experts_only, k3_engine *
     o.kernels = s->o.kernels;
     o.n_threads = (int)s->o.threads;
     o.sums = experts_only ? NULL : s->o.sums;
+    o.ram_bytes = s->o.ram; /* the engine's tables are in it */
     o.headers_only = true;
     o.experts_only = experts_only;
     o.note = note;

@@ -479,6 +479,28 @@ PY
 else
     skip "verify finds a bad scale code" "no python3"
 fi
+if command -v python3 >/dev/null; then # counts of config.json that no header stands behind
+    broken counts config.json
+    python3 - "$DEMO/config.json" "$T/counts/config.json" <<'PY'
+import json, sys
+c = json.load(open(sys.argv[1]))
+t = c["text_config"]
+t["linear_attn_config"].update(kda_layers=list(range(1, 1025)), full_attn_layers=[])
+t.update(num_hidden_layers=1024, num_experts=65535)
+json.dump(c, open(sys.argv[2], "w"))
+PY
+    for cmd in info "plan --ram 64M" "run --ids 1 --ram 64M" "verify --ram 64M"; do
+        # shellcheck disable=SC2086
+        check "hostile counts: $cmd" 3 "1024 layers, 1023 of them with 65535 experts each.*headers of 3 shards name at most" \
+            python3 -c 'import resource, subprocess, sys
+rc = subprocess.call(sys.argv[1:])
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10)
+sys.exit(rc)' "$K3" $cmd -q --model "$T/counts"
+        [ "$(tail -1 "$T/out")" -le 104 ] && pass "hostile counts, memory: $cmd" || fail "hostile counts, memory: $cmd" "$(tail -1 "$T/out") MiB"
+    done
+else
+    skip "hostile counts" "no python3"
+fi
 check "info" 0 "" "$K3" info -q --context 1000
 grep -q "1000 positions" "$T/out" && grep -q "k3-f32-dot16-q40" "$T/out" && pass "info: memory and numerics" ||
     fail "info: memory and numerics" "$(cat "$T/out")"

@@ -1228,6 +1228,67 @@ static void test_bomb(const char *file) {
     free(text);
 }
 
+/* A config.json of n_layers KDA layers with so many experts each. */
+static void config_counts(int n_layers, int n_experts) {
+    json_object *text, *linear, *list = json_object_new_array(), *top = config_tree(&text);
+    must(json_object_object_get_ex(text, "linear_attn_config", &linear), "linear_attn_config");
+    for (int i = 1; i <= n_layers; i++) json_object_array_add(list, json_object_new_int(i));
+    json_object_object_add(linear, "kda_layers", list);
+    json_object_object_add(linear, "full_attn_layers", json_object_new_array());
+    json_object_object_add(text, "num_hidden_layers", json_object_new_int(n_layers));
+    json_object_object_add(text, "num_experts", json_object_new_int(n_experts));
+    box_text("config.json", json_object_to_json_string(top));
+    json_object_put(top);
+}
+
+/* Open the box with a small budget, which its tables would pass by far: refused, and no memory taken. */
+static void refuse_counts(const char *what, bool experts_only, bool config_only, int status, const char *word,
+                          const char *word2) {
+    k3_engine *e = NULL;
+    k3_options o;
+    uint64_t before = peak_kib();
+    k3_options_default(&o);
+    o.model_dir = box;
+    o.ram_bytes = 64u << 20;
+    o.headers_only = true;
+    o.experts_only = experts_only;
+    o.config_only = config_only;
+    int rc = k3_engine_open(&e, &o, &err);
+    if (!test_count(rc == status && strstr(err.text, word) && strstr(err.text, word2) && is_one_line(err.text), __FILE__,
+                    __LINE__, what))
+        printf("    got %d, %s\n", rc, err.text);
+    k3_engine_close(e);
+    if (!HAS_SANITIZER && !test_count(peak_kib() - before < 32 * 1024, __FILE__, __LINE__, what))
+        printf("    took %" PRIu64 " MiB\n", (peak_kib() - before) / 1024);
+}
+
+/* Counts of config.json are compared with the headers before a table is made, and all tables keep to the budget. */
+static void test_counts(void) {
+    box_fresh();
+    config_counts(1024, 65535);
+    refuse_counts("counts beyond the headers", false, false, K3_EMODEL, "1024 layers, 1023 of them with 65535 experts",
+                  "name at most");
+    refuse_counts("counts of a slice", true, false, K3_EBUDGET, "1023 layers with 65535 experts", "--ram");
+    refuse_counts("counts of a config alone", false, true, K3_EBUDGET, "1023 layers with 65535 experts", "--ram");
+    box_fresh(); /* a header of holes, longer than the budget */
+    must(unlink(box_path(S2)) == 0, S2); /* a link to demo's */
+    FILE *f = fopen(box_path(S2), "wb");
+    const uint8_t length[8] = {0, 0, 0x90, 5}; /* 93 MB */
+    must(f && fwrite(length, 1, 8, f) == 8 && fclose(f) == 0 && truncate(box_path(S2), 120 << 20) == 0, S2);
+    refuse_counts("a header longer than the budget", false, false, K3_EBUDGET, S2, "its header");
+    box_fresh(); /* each entry is counted, wherever the pieces that are read end */
+    char *text = malloc(400000), *p = text;
+    must(text != NULL, "memory");
+    for (int i = 0; i < 5000; i++) p += sprintf(p, "{\"data_offsets\":[%d,%d]},%.*s", i, i, i % 17, "                 ");
+    shard_write(1, text, false, 0);
+    shard s = {.name = (char *)(uintptr_t)S2, .fd = {-1, -1, -1, -1, -1, -1, -1, -1}};
+    must((s.fd[0] = file_open(box_path(S2), &s.size, &err)) >= 0, S2);
+    CHECK_EQ_INT(header_count(&s), 5000);
+    close(s.fd[0]);
+    free(text);
+    box_fresh();
+}
+
 /* ---- The index, and shards as files ------------------------------------------------------ */
 
 static void index_map(const char *pairs) {
@@ -1646,6 +1707,7 @@ static void test_refusals(void) {
     test_bomb("config.json");
     test_bomb(INDEX);
     test_bomb(S2);
+    test_counts();
 }
 
 static void box_new(void) {
