@@ -1023,6 +1023,7 @@ typedef struct {
     int fd_direct[K3_MAX_COPIES];
     uint64_t size;
     bool is_needed; /* holds text tensors, or there is no index */
+    bool is_sparse; /* says that its trunk was left empty on purpose */
 } shard;
 
 typedef struct {
@@ -1483,6 +1484,12 @@ static int header_overlaps(span *spans, size_t n, const char *file, k3_error *er
     return 0;
 }
 
+/* Metadata of scripts/make_checkpoint.py --sparse-trunk: matrices of the trunk are holes, on purpose. */
+static bool header_is_sparse(const char *metadata, size_t n) {
+    static const char mark[] = "\"k3_sparse\"";
+    return memmem(metadata, n, mark, sizeof mark - 1) != NULL;
+}
+
 /* All entries of a header of n bytes. `spans` has room for every entry that n bytes can hold. */
 static int header_scan(model *m, const k3_shape *sh, uint16_t i_shard, const char *text, size_t n,
                        span *spans, k3_error *err) {
@@ -1500,7 +1507,9 @@ static int header_scan(model *m, const k3_shape *sh, uint16_t i_shard, const cha
             is_good = scan_string(&s, name, sizeof name) && scan_char(&s, ':');
             if (!is_good) break;
             if (strcmp(name, "__metadata__") == 0) {
+                const char *from = s.p;
                 if (!(is_good = scan_value(&s))) break;
+                m->shards[i_shard].is_sparse = header_is_sparse(from, (size_t)(s.p - from));
                 continue;
             }
             sp->n_name = (int)strcspn(sp->name, "\"");
@@ -1911,6 +1920,19 @@ static void model_close(model *m) {
     memset(m, 0, sizeof *m);
 }
 
+static void model_note_sparse(const model *m) {
+    char line[700];
+    for (uint32_t i = 0; i < m->n_shards; i++) {
+        if (!m->shards[i].is_sparse || !m->opt->note) continue;
+        snprintf(line, sizeof line,
+                 "%.500s: its trunk was left empty on purpose (k3_sparse): good for measuring, not for text",
+                 m->shards[i].name);
+        one_line(line);
+        m->opt->note(m->opt->user, line);
+        return; /* one for all of them */
+    }
+}
+
 /* Where tensors lie, all of them nowhere yet. */
 static int model_tables(model *m, const k3_shape *sh, k3_error *err) {
     m->at = ledger_take(m->mem, m->at_bytes, "tensor table", err);
@@ -1945,6 +1967,7 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
         rc = header_read(m, sh, (uint16_t)i, err);
         if (rc < 0) return shards_damaged(m, sh, i, rc, err);
     }
+    if (rc == 0) model_note_sparse(m);
     return rc < 0 ? rc : model_complete(m, sh, err);
 }
 
@@ -2466,6 +2489,8 @@ typedef struct {
 
 struct scratch;
 
+#define ZEROS_NAMED 8
+
 struct k3_engine {
     k3_shape sh;
     k3_options opt;
@@ -2496,6 +2521,8 @@ struct k3_engine {
     int64_t *far_sums; /* [boxes][far_rows][latent] answers that are computed here too, or NULL */
     uint32_t n_far_boxes;
     uint32_t far_dice[64], n_far_dice; /* random numbers; how many are not used yet */
+    uint64_t zeros[ZEROS_NAMED]; /* what was told to be nothing but zeros (6.2) */
+    uint32_t n_zeros;
     slot *far_fill; /* the last slot that was filled with what a box serves; NULL: none */
 };
 
@@ -2599,6 +2626,88 @@ static const uint64_t *trunk_sum(const k3_engine *e, uint32_t il, int t, uint64_
     return e->sums.sum ? &e->sums.sum[e->sums.first[il * N_TENSORS + (uint32_t)t] + i] : NULL;
 }
 
+/* ---- Bytes that were never written ----
+ *
+ * Tools that make a file in its full size before they fill it leave zeros where they were stopped, and zeros are
+ * numbers like others: scale code 0, weights of 0. So a tensor of zeros and nothing else is told: verify refuses it,
+ * a run makes a note. What may be zero in a model is a bias, and the trunk of a shard that says so itself
+ * (shard.is_sparse). Weights differ from zero in their first bytes, and there the look at them ends. */
+static bool is_zeros(const uint8_t *p, uint64_t n) {
+    return n > 0 && p[0] == 0 && memcmp(p, p + 1, (size_t)n - 1) == 0;
+}
+
+static bool tensor_may_be_zero(const k3_engine *e, uint32_t il, int t) {
+    return t == T_ROUTER_BIAS || t == T_DT_BIAS || t == T_A_LOG ||
+           e->files.shards[trunk_place(e, il, t)->shard].is_sparse;
+}
+
+/* The first of an expert's tensors that is nothing but zeros, or -1. */
+static int expert_zeros(const k3_shape *sh, const expert_view *x) {
+    for (int k = 0; k < N_EXPERT_TENSORS; k++)
+        if (is_zeros(x->p[k], expert_tensor_bytes(sh, k))) return k;
+    return -1;
+}
+
+/* "expert 3 of layer 5: w1.weight_scale has 344064 bytes of zeros and no other (FILE, offset 0x..)": n bytes from
+ * `from` on of a tensor. */
+static void zeros_text(const k3_engine *e, const name_id *id, uint64_t from, uint64_t n, char *out,
+                       size_t cap) {
+    char what[160];
+    const place *at = id->expert_tensor < 0 ? trunk_place(e, id->il, (int)id->tensor) : NULL;
+    const expert_place *x = at ? NULL : model_expert(&e->files, &e->sh, id->il, id->ie);
+    uint16_t i_shard = at ? at->shard : x->shard[id->expert_tensor];
+    uint64_t offset = (at ? at->offset : x->offset[id->expert_tensor]) + from;
+    if (!at)
+        snprintf(what, sizeof what, "expert %u of layer %u: %s", id->ie, id->il,
+                 EXPERT_TENSOR[id->expert_tensor]);
+    else if (id->il == e->sh.n_layers)
+        snprintf(what, sizeof what, "%s", TENSOR[id->tensor].name);
+    else
+        snprintf(what, sizeof what, "%s of layer %u", TENSOR[id->tensor].name, id->il);
+    snprintf(out, cap, "%s: %llu bytes are zeros and nothing else (%s, offset 0x%llx), as if never written", what,
+             (unsigned long long)n, e->files.shards[i_shard].name, (unsigned long long)offset);
+}
+
+/* Is there still something to tell of it: few were told, and not this one? With `takes` it is told now. Returns 1
+ * for yes, 2 for the last one. */
+static int zeros_are_news(k3_engine *e, const name_id *id, bool takes) {
+    uint64_t key = ((uint64_t)id->il << 32 | (id->expert_tensor < 0 ? (uint32_t)id->tensor : id->ie)) << 1;
+    key |= id->expert_tensor >= 0;
+    pthread_mutex_lock(&e->accounts);
+    bool is_new = e->n_zeros < ZEROS_NAMED;
+    for (uint32_t i = 0; is_new && i < e->n_zeros; i++) is_new = e->zeros[i] != key;
+    if (is_new && takes) e->zeros[e->n_zeros++] = key;
+    bool is_last = e->n_zeros == ZEROS_NAMED;
+    pthread_mutex_unlock(&e->accounts);
+    return is_new ? 1 + is_last : 0;
+}
+
+/* A note, once for each tensor of the trunk or expert, of the first few. */
+static void zeros_note(k3_engine *e, const name_id *id, uint64_t from, uint64_t n) {
+    char line[700], what[512];
+    int news = zeros_are_news(e, id, true);
+    if (!news || !e->opt.note) return;
+    zeros_text(e, id, from, n, what, sizeof what);
+    snprintf(line, sizeof line,
+             "%s: what is computed with them is worth nothing; `k3 verify` says what to download again%s", what,
+             news == 2 ? " (and no more are named)" : "");
+    e->opt.note(e->opt.user, line);
+}
+
+/* n bytes from `from` on of a tensor of the trunk were read. */
+static void zeros_look(k3_engine *e, uint32_t il, int t, uint64_t from, const uint8_t *p, uint64_t n) {
+    const name_id id = {(enum tensor)t, -1, il, 0};
+    if (p[0] == 0 && !tensor_may_be_zero(e, il, t) && zeros_are_news(e, &id, false) && is_zeros(p, n))
+        zeros_note(e, &id, from, n);
+}
+
+/* An expert was read. */
+static void zeros_look_expert(k3_engine *e, uint32_t il, uint32_t ie, const expert_view *x) {
+    int k = expert_zeros(&e->sh, x);
+    const name_id id = {0, k, il, ie};
+    if (k >= 0) zeros_note(e, &id, 0, expert_tensor_bytes(&e->sh, k));
+}
+
 /* Read a vector to `to`. bf16 is read into the upper half and widened in place: the read of element
  * i lies at or behind its write. */
 static int trunk_read_vector(k3_engine *e, uint32_t il, enum tensor t, void *to, k3_error *err) {
@@ -2608,6 +2717,7 @@ static int trunk_read_vector(k3_engine *e, uint32_t il, enum tensor t, void *to,
     uint8_t *from = (uint8_t *)to + (is_widened ? bytes : 0);
     int rc = engine_read(e, at->shard, from, bytes, at->offset, trunk_sum(e, il, t, 0), err);
     if (rc < 0) return fail_tensor(e, il, t, rc, err);
+    zeros_look(e, il, t, 0, from, bytes);
     if (!is_widened) return 0;
     float *f = to;
     for (uint64_t i = 0; i < n; i++) {
@@ -2650,6 +2760,7 @@ static int trunk_read_matrix(k3_engine *e, uint32_t il, enum tensor t, uint8_t *
         r->sum = sum ? *sum : 0;
         disk_submit(&e->io, r, IO_DEMAND);
     }
+    if (rc == 0) zeros_look(e, il, t, 0, to, n);
     return rc < 0 ? fail_tensor(e, il, t, rc, err) : 0;
 }
 
@@ -2849,6 +2960,7 @@ static int stream_take(k3_engine *e, uint32_t il, int t, const piece **p, const 
         memmove(r->at - 1, r->at, r->n);
         r->at--;
     }
+    zeros_look(e, il, t, (*p)->offset - trunk_place(e, il, t)->offset, r->at, r->n);
     *w = (const uint16_t *)(const void *)r->at;
     return 0;
 }
@@ -3092,6 +3204,7 @@ static int store_arrived(k3_engine *e, slot *s, expert_view *x, k3_error *err) {
         expert_locate(e, s->il, s->ie, s->req, s->n_reqs, x);
         int rc = expert_check(&e->sh, s->il, s->ie, x, &e->files, err);
         if (rc < 0) return rc;
+        zeros_look_expert(e, s->il, s->ie, x);
         s->state = SLOT_FULL;
         if (!s->is_kept && !s->is_fill) e->store.n_held[s->il - e->sh.n_dense]++;
         s->is_fill = false;
@@ -6259,6 +6372,7 @@ typedef struct {
     uint8_t *buf;
     uint64_t room, done, total;
     int64_t n_experts;
+    bool is_zero; /* all pieces so far of the tensor at work */
     k3_error *err;
 } verify;
 
@@ -6280,6 +6394,23 @@ static int verify_finite(const verify *v, const stretch *x, const uint8_t *at) {
                     file->name, (unsigned long long)(x->offset + i));
     }
     return 0;
+}
+
+static int verify_fail_zeros(const verify *v, const name_id *id, uint64_t n) {
+    char what[sizeof v->err->text];
+    zeros_text(v->e, id, 0, n, what, sizeof what);
+    return fail(v->err, K3_ECHECK, "%s; download the file again", what);
+}
+
+/* No tensor of the trunk is nothing but zeros: its pieces come in order, and its last one tells. */
+static int verify_zeros(verify *v, const stretch *x, const uint8_t *at) {
+    const k3_engine *e = v->e;
+    uint64_t from = x->offset - trunk_place(e, x->il, x->t)->offset,
+             all = tensor_bytes(e->files.dims, (enum tensor)x->t);
+    const name_id id = {(enum tensor)x->t, -1, x->il, 0};
+    v->is_zero = (from == 0 || v->is_zero) && is_zeros(at, x->n);
+    if (from + x->n < all || !v->is_zero || tensor_may_be_zero(e, x->il, x->t)) return 0;
+    return verify_fail_zeros(v, &id, all);
 }
 
 /* Parts whose sums the disk did not look at: made here, or compared. */
@@ -6305,6 +6436,19 @@ static uint64_t verify_contents(const k3_shape *sh, const expert_view *x) {
     return XXH3_64bits(sum, sizeof sum);
 }
 
+static int verify_expert(verify *v, const stretch *x, const io_req *req, int n_reqs) {
+    k3_engine *e = v->e;
+    expert_view view;
+    expert_locate(e, x->il, x->ie, req, n_reqs, &view);
+    if (v->values) v->values[x->i_sum + x->n_parts - 1] = verify_contents(&e->sh, &view);
+    int rc = expert_check(&e->sh, x->il, x->ie, &view, &e->files, v->err);
+    const name_id id = {0, expert_zeros(&e->sh, &view), x->il, x->ie};
+    if (rc == 0 && id.expert_tensor >= 0)
+        rc = verify_fail_zeros(v, &id, expert_tensor_bytes(&e->sh, id.expert_tensor));
+    v->n_experts += v->i_copy == 0;
+    return rc;
+}
+
 /* Wait for the oldest stretch and look at it. */
 static int verify_oldest(verify *v) {
     k3_engine *e = v->e;
@@ -6320,16 +6464,11 @@ static int verify_oldest(verify *v) {
             fail_tensor(e, x->il, x->t, rc, v->err);
         else
             fail_in(v->err, rc, "expert %u of layer %u", x->ie, x->il);
-        if (v->i_copy > 0) fail_in(v->err, rc, "mirror %s", e->io.copies[v->i_copy].dir);
     }
     if (rc == 0 && x->t < N_TENSORS) rc = verify_finite(v, x, req[0].at);
-    if (rc == 0 && x->t == N_TENSORS) {
-        expert_view view;
-        expert_locate(e, x->il, x->ie, req, n_reqs, &view);
-        if (v->values) v->values[x->i_sum + x->n_parts - 1] = verify_contents(&e->sh, &view);
-        rc = expert_check(&e->sh, x->il, x->ie, &view, &e->files, v->err);
-        v->n_experts += v->i_copy == 0;
-    }
+    if (rc == 0 && x->t < N_TENSORS) rc = verify_zeros(v, x, req[0].at);
+    if (rc == 0 && x->t == N_TENSORS) rc = verify_expert(v, x, req, n_reqs);
+    if (rc < 0 && v->i_copy > 0) fail_in(v->err, rc, "mirror %s", e->io.copies[v->i_copy].dir);
     v->done += x->n;
     v->first = (v->first + 1) % VERIFY_AHEAD;
     v->n_ahead--;
@@ -6477,7 +6616,9 @@ int k3_expert_read(k3_engine *e, uint32_t il, uint32_t ie, uint8_t *room, expert
     if (i_bad >= 0)
         return fail_in(err, disk_fail(&e->io, &req[i_bad], err), "expert %u of layer %u", ie, il);
     expert_locate(e, il, ie, req, n, x);
-    return expert_check(&e->sh, il, ie, x, &e->files, err);
+    int rc = expert_check(&e->sh, il, ie, x, &e->files, err);
+    if (rc == 0) zeros_look_expert(e, il, ie, x);
+    return rc;
 }
 
 bool k3_expert_has(const k3_engine *e, uint32_t il, uint32_t ie) {

@@ -479,6 +479,15 @@ PY
 else
     skip "verify finds a bad scale code" "no python3"
 fi
+# What a tool leaves behind that makes a file in its full size first and was stopped half-way.
+broken zeros model-00002-of-000003.safetensors
+cp "$DEMO/model-00002-of-000003.safetensors" "$T/zeros/"
+n=$(size "$T/zeros/model-00002-of-000003.safetensors")
+truncate -s $((n / 2)) "$T/zeros/model-00002-of-000003.safetensors"
+truncate -s "$n" "$T/zeros/model-00002-of-000003.safetensors"
+check "verify, bytes never written" 5 "bytes are zeros and nothing else \(model-00002-of-000003.safetensors, offset 0x" "$K3" verify -q --model "$T/zeros"
+check "run, bytes never written" 0 "note: .* bytes are zeros and nothing else .*k3 verify" "$K3" run --no-stop --tokens 40 --model "$T/zeros" --ids 1,2,3
+expect "run, bytes never written: few notes" "$(grep -c "zeros and nothing else" "$T/err")" 8
 if command -v python3 >/dev/null; then # counts of config.json that no header stands behind
     broken counts config.json
     python3 - "$DEMO/config.json" "$T/counts/config.json" <<'PY'

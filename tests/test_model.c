@@ -1505,6 +1505,104 @@ static void test_scale_codes(void) {
     refuse_verify("scale code of an unused expert", K3_EMODEL, expert, "code 255");
 }
 
+/* Where the data of a tensor of demo's shard i begins in its file. */
+static uint64_t tensor_begin(int i, const char *name) {
+    json_object *top = header_tree(i), *at, *offsets;
+    must(json_object_object_get_ex(top, name, &at) && json_object_object_get_ex(at, "data_offsets", &offsets), name);
+    uint64_t begin = 8 + shard_of[i].header + json_object_get_uint64(json_object_array_get_idx(offsets, 0));
+    json_object_put(top);
+    return begin;
+}
+
+static void shard_zero(int i, uint64_t offset, uint64_t n) {
+    uint8_t *zeros = calloc((size_t)n, 1);
+    must(zeros != NULL, "memory");
+    shard_patch(i, offset, zeros, (size_t)n);
+    free(zeros);
+}
+
+static int count_in(const char *text, const char *word) {
+    int n = 0;
+    for (; (text = strstr(text, word)); text++) n++;
+    return n;
+}
+
+/* Bytes that were never written are zeros: verify refuses a tensor of nothing else, a run says so once. */
+static void test_zeros(void) {
+    uint32_t used, unused;
+    uint64_t fnv, n;
+    expert_place at[2];
+    char expert[64], where[96];
+    k3_engine *e = NULL;
+    pick_experts(&used, &unused, at);
+    must(box_open(&e, true) == 0, "box");
+    const k3_shape sh = e->sh;
+    k3_engine_close(e);
+    for (int k = 0; k < N_EXPERT_TENSORS; k++) {
+        snprintf(expert, sizeof expert, "expert %u of layer 5: %s", used, EXPERT_TENSOR[k]);
+        snprintf(where, sizeof where, "zeros and nothing else (%s, offset 0x%llx)", S2, (unsigned long long)at[0].offset[k]);
+        n = expert_tensor_bytes(&sh, k);
+        shard_zero(1, at[0].offset[k], n);
+        refuse_verify("an expert's tensor of zeros", K3_ECHECK, expert, where);
+        CHECK(box_run(&fnv) == 0 && strstr(notes, expert) && strstr(notes, where) && strstr(notes, "k3 verify"));
+        CHECK_EQ_INT(count_in(notes, "zeros and nothing else"), 1);
+        shard_zero(1, at[0].offset[k] + 1, n - 1); /* one byte is another */
+        if (shard_of[1].bytes[at[0].offset[k]]) {
+            CHECK(box_open(&e, true) == 0 && k3_engine_verify(e, &err) == 8 * 32);
+            k3_engine_close(e);
+            CHECK(box_run(&fnv) == 0 && !strstr(notes, "zeros"));
+        }
+    }
+    shard_zero(1, at[1].offset[W1_SCALE], expert_tensor_bytes(&sh, W1_SCALE)); /* not used: not read */
+    SAME_RUN("an expert of zeros that is not used");
+    CHECK(!strstr(notes, "zeros"));
+    shard_zero(0, tensor_begin(0, Q_PROJ), 128 * 192 * 2);
+    refuse_verify("a matrix of zeros", K3_ECHECK, "self_attn.q_proj.weight of layer 0: 49152 bytes are zeros", S1);
+    CHECK(box_run(&fnv) == 0 && strstr(notes, "self_attn.q_proj.weight of layer 0: 49152 bytes are zeros"));
+    box_fresh();
+    shard_zero(0, tensor_begin(0, LM "layers.0.self_attn.dt_bias"), 128 * 4); /* a bias may be */
+    CHECK(box_open(&e, true) == 0 && k3_engine_verify(e, &err) == 8 * 32);
+    k3_engine_close(e);
+    box_fresh(); /* half of a shard cut off, and the file as long as it was */
+    box_write(S2, shard_of[1].bytes, shard_of[1].size);
+    must(truncate(box_path(S2), (off_t)(shard_of[1].size / 2)) == 0 &&
+         truncate(box_path(S2), (off_t)shard_of[1].size) == 0, S2);
+    refuse_verify("half of a shard", K3_ECHECK, "zeros and nothing else", S2);
+    CHECK(box_run(&fnv) == 0 || notes[0]);
+    CHECK_EQ_INT(count_in(notes, "zeros and nothing else"), ZEROS_NAMED);
+    CHECK_EQ_INT(count_in(notes, "no more are named"), 1);
+}
+
+/* A trunk that was left empty on purpose says so, and is noted, not refused; its experts are looked at. */
+static void test_zeros_on_purpose(void) {
+    k3_engine *e = NULL;
+    char name[200];
+    uint64_t fnv;
+    box_fresh();
+    json_object *top = header_tree(0);
+    char *text = json_mutant(top, top, "__metadata__", "{\"format\":\"pt\",\"k3_sparse\":\"trunk\"}");
+    shard_write(0, text, true, 0);
+    free(text);
+    json_object_put(top);
+    struct stat st;
+    must(stat(box_path(S1), &st) == 0, S1);
+    uint64_t shift = (uint64_t)st.st_size - shard_of[0].size;
+    FILE *f = fopen(box_path(S1), "r+b");
+    uint8_t *zeros = calloc(128 * 192, 2);
+    must(f && zeros && fseek(f, (long)(tensor_begin(0, Q_PROJ) + shift), SEEK_SET) == 0 &&
+         fwrite(zeros, 2, 128 * 192, f) == 128 * 192 && fclose(f) == 0, S1);
+    CHECK(box_open(&e, true) == 0 && k3_engine_verify(e, &err) == 8 * 32);
+    CHECK_EQ_INT(count_in(notes, "left empty on purpose"), 1);
+    k3_engine_close(e);
+    CHECK(box_run(&fnv) == 0 && count_in(notes, "on purpose") == 1 && !strstr(notes, "zeros"));
+    snprintf(name, sizeof name, LM "layers.1." MOE "experts.3.w2.weight_scale");
+    f = fopen(box_path(S1), "r+b");
+    must(f && fseek(f, (long)(tensor_begin(0, name) + shift), SEEK_SET) == 0 &&
+         fwrite(zeros, 1, 96 * 2, f) == 96 * 2 && fclose(f) == 0, S1);
+    free(zeros);
+    refuse_verify("an expert of zeros in a sparse shard", K3_ECHECK, "expert 3 of layer 1: w2.weight_scale", S1);
+}
+
 static void test_not_finite(void) {
     static const struct {
         const char *name;
@@ -1521,13 +1619,8 @@ static void test_not_finite(void) {
         {LM "embed_tokens.weight", 2, 2048 * 192 - 1, 2, "\x80\xff"},
     };
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
-        json_object *top = header_tree(c[i].i_shard), *at, *offsets;
         char where[96];
-        must(json_object_object_get_ex(top, c[i].name, &at) && json_object_object_get_ex(at, "data_offsets", &offsets),
-             c[i].name);
-        uint64_t begin = 8 + shard_of[c[i].i_shard].header +
-                         json_object_get_uint64(json_object_array_get_idx(offsets, 0));
-        json_object_put(top);
+        uint64_t begin = tensor_begin(c[i].i_shard, c[i].name);
         box_fresh();
         shard_patch(c[i].i_shard, begin + c[i].element * c[i].width, c[i].bits, c[i].width);
         snprintf(where, sizeof where, "element %" PRIu64 " is NaN or infinite", c[i].element);
@@ -1698,6 +1791,8 @@ static void test_refusals(void) {
     test_index_many();
     test_shard_files();
     test_scale_codes();
+    test_zeros();
+    test_zeros_on_purpose();
     test_not_finite();
     test_shard_shrinks();
     test_disk();
