@@ -36,6 +36,7 @@
 #include "k3_common.h"
 #include "k3_error.h"
 #include "k3_json.h"
+#include "k3_resume.h"
 #include "k3_state.h"
 #include "k3_temp.h"
 
@@ -6356,8 +6357,13 @@ const k3_plan *k3_engine_plan(const k3_engine *e) { return &e->plan; }
 
 /* ---- verify ----
  *
- * Every copy of every stretch is read once, a few ahead of the one being looked at. */
+ * Every copy of every stretch is read once, a few ahead of the one being looked at. Stretches have one order, so a
+ * number says how far it came; with k3_options.resume that number is kept every few seconds and when it stops. What
+ * was read from a file that is another one since is read again. */
 #define VERIFY_AHEAD 4
+#ifndef RESUME_NS
+#define RESUME_NS 5000000000u /* at most so much work is lost when the process is killed, and what is being read */
+#endif
 
 typedef struct {
     k3_engine *e;
@@ -6365,9 +6371,16 @@ typedef struct {
         stretch x;
         io_req req[N_EXPERT_TENSORS];
         int n_reqs;
+        uint64_t i; /* the stretch's number */
     } ahead[VERIFY_AHEAD]; /* asked for, oldest first, from `first` */
     uint32_t first, n_ahead;
     int i_copy;
+    uint64_t i_visit; /* of this copy: stretches visited                        */
+    k3_resume from;   /* where it goes on; copy 0, stretch 0: at the beginning   */
+    k3_resume now;    /* how far it is: every stretch before this one is done    */
+    bool *is_changed; /* [n_files] read again, whatever `from` says; NULL: none  */
+    uint64_t kept_ns; /* when `now` was last kept; 0: it cannot be               */
+    uint64_t skipped; /* bytes that are done already                             */
     uint64_t *values; /* where sums go that are being made, else NULL */
     uint8_t *buf;
     uint64_t room, done, total;
@@ -6375,6 +6388,43 @@ typedef struct {
     bool is_zero; /* all pieces so far of the tensor at work */
     k3_error *err;
 } verify;
+
+/* The number of a file among all copies of all shards. */
+static uint64_t verify_file(const verify *v, int i_copy, uint16_t i_shard) {
+    return (uint64_t)i_copy * v->e->files.n_shards + i_shard;
+}
+
+/* Is a stretch done that is read by these requests? */
+static bool verify_is_done(const verify *v, uint64_t i, const io_req *req, int n_reqs) {
+    uint64_t i_copy = (uint64_t)v->i_copy;
+    bool is_before = i_copy < v->from.i_copy || (i_copy == v->from.i_copy && i < v->from.n_stretches);
+    for (int k = 0; is_before && v->is_changed && k < n_reqs; k++)
+        is_before = !v->is_changed[verify_file(v, v->i_copy, req[k].i_shard)];
+    return is_before;
+}
+
+/* Keep how far it is. That it cannot be kept is told once and no reason to stop. */
+static void verify_keep(verify *v) {
+    const k3_options *o = &v->e->opt;
+    char line[1024];
+    k3_error why = {{0}};
+    bool is_behind = v->now.i_copy < v->from.i_copy ||
+                     (v->now.i_copy == v->from.i_copy && v->now.n_stretches <= v->from.n_stretches);
+    if (!v->kept_ns || is_behind) return; /* behind: changed files are read again, and `from` is still right */
+    v->kept_ns = clock_ns();
+    if (k3_resume_write(o->resume, &v->now, &why) == 0) return;
+    v->kept_ns = 0;
+    snprintf(line, sizeof line, "how far this came is not kept: %s", why.text);
+    if (o->note) o->note(o->user, line);
+}
+
+/* Stretch i of the present copy was found good. */
+static void verify_advance(verify *v, uint64_t i) {
+    v->now.i_copy = (uint64_t)v->i_copy;
+    v->now.n_stretches = i + 1;
+    v->now.is_zero = v->is_zero;
+    if (v->kept_ns && clock_ns() - v->kept_ns > RESUME_NS) verify_keep(v);
+}
 
 /* Every value of a trunk tensor's piece is finite. */
 static int verify_finite(const verify *v, const stretch *x, const uint8_t *at) {
@@ -6454,8 +6504,12 @@ static int verify_oldest(verify *v) {
     k3_engine *e = v->e;
     const stretch *x = &v->ahead[v->first].x;
     io_req *req = v->ahead[v->first].req;
+    uint64_t i = v->ahead[v->first].i;
     int n_reqs = v->ahead[v->first].n_reqs, rc = 0;
     for (int k = 0; k < n_reqs; k++) disk_wait(&e->io, &req[k]);
+    bool is_first = (uint64_t)v->i_copy == v->from.i_copy && i == v->from.n_stretches;
+    if (is_first && !(v->is_changed && v->is_changed[verify_file(v, v->i_copy, req[0].i_shard)]))
+        v->is_zero = v->from.is_zero; /* of the tensor that it is in */
     for (int k = 0; k < n_reqs && rc == 0; k++) {
         rc = req[k].state == IO_FAILED ? disk_fail(&e->io, &req[k], v->err)
                                        : verify_parts(v, x, &req[k], k);
@@ -6469,6 +6523,7 @@ static int verify_oldest(verify *v) {
     if (rc == 0 && x->t < N_TENSORS) rc = verify_zeros(v, x, req[0].at);
     if (rc == 0 && x->t == N_TENSORS) rc = verify_expert(v, x, req, n_reqs);
     if (rc < 0 && v->i_copy > 0) fail_in(v->err, rc, "mirror %s", e->io.copies[v->i_copy].dir);
+    if (rc == 0) verify_advance(v, i);
     v->done += x->n;
     v->first = (v->first + 1) % VERIFY_AHEAD;
     v->n_ahead--;
@@ -6482,6 +6537,7 @@ static int verify_visit(void *user, const stretch *x) {
     verify *v = user;
     k3_engine *e = v->e;
     int rc = v->n_ahead == VERIFY_AHEAD ? verify_oldest(v) : 0;
+    uint64_t i_visit = v->i_visit++;
     if (rc < 0) return rc;
     uint32_t i = (v->first + v->n_ahead) % VERIFY_AHEAD;
     io_req *req = v->ahead[i].req;
@@ -6497,6 +6553,12 @@ static int verify_visit(void *user, const stretch *x) {
     }
     for (int k = 0; k < v->ahead[i].n_reqs; k++)
         if (e->files.shards[req[k].i_shard].fd[v->i_copy] < 0) return 0;
+    if (verify_is_done(v, i_visit, req, v->ahead[i].n_reqs)) {
+        v->done += x->n;
+        v->n_experts += x->t == N_TENSORS && v->i_copy == 0;
+        return 0;
+    }
+    v->ahead[i].i = i_visit;
     for (int k = 0; k < v->ahead[i].n_reqs; k++) {
         req[k].only = (uint8_t)(v->i_copy + 1);
         if (v->values) req[k].has_sum = false;
@@ -6508,20 +6570,115 @@ static int verify_visit(void *user, const stretch *x) {
 
 static int verify_measure(void *user, const stretch *x) {
     verify *v = user;
+    uint64_t i_visit = v->i_visit++;
     io_req req[N_EXPERT_TENSORS] = {{.i_shard = x->i_shard}};
     int n = x->t == N_TENSORS ? expert_requests(v->e, x->il, x->ie, NULL, req) : 1;
     for (int k = 0; k < n; k++)
         if (v->e->files.shards[req[k].i_shard].fd[v->i_copy] < 0) return 0;
     v->total += x->n;
+    if (verify_is_done(v, i_visit, req, n)) v->skipped += x->n;
     return 0;
+}
+
+/* What every stretch is: another layout is another check. */
+static int verify_mix(void *user, const stretch *x) {
+    verify *v = user;
+    io_req req[N_EXPERT_TENSORS] = {{.i_shard = x->i_shard, .offset = x->offset, .n = x->n}};
+    int n = x->t == N_TENSORS ? expert_requests(v->e, x->il, x->ie, NULL, req) : 1;
+    for (int k = 0; k < n; k++) {
+        const uint64_t where[] = {v->now.key, req[k].i_shard, req[k].offset, req[k].n};
+        v->now.key = XXH3_64bits(where, sizeof where);
+    }
+    return 0;
+}
+
+/* One number for a file as it is now: its name, size and times. 0: it is not there. */
+static uint64_t verify_file_now(const shard *s, int i_copy) {
+    struct stat st;
+    if (s->fd[i_copy] < 0 || fstat(s->fd[i_copy], &st) != 0) return 0;
+    const uint64_t v[] = {(uint64_t)st.st_size,          (uint64_t)st.st_mtim.tv_sec,
+                          (uint64_t)st.st_mtim.tv_nsec,  (uint64_t)st.st_ctim.tv_sec,
+                          (uint64_t)st.st_ctim.tv_nsec};
+    return XXH3_64bits_withSeed(v, sizeof v, XXH3_64bits(s->name, strlen(s->name))) | 1;
+}
+
+/* Which check this is, and the files it reads. */
+static int verify_identify(verify *v, bool is_writing) {
+    k3_engine *e = v->e;
+    const sums *u = &e->sums;
+    uint32_t n_shards = e->files.n_shards;
+    v->now.n_files = v->from.n_files = (uint64_t)e->io.n_copies * n_shards;
+    v->now.files = calloc(v->now.n_files + 1, sizeof *v->now.files);
+    v->from.files = calloc(v->now.n_files + 1, sizeof *v->now.files);
+    v->is_changed = calloc(v->now.n_files + 1, sizeof *v->is_changed);
+    if (!v->now.files || !v->from.files || !v->is_changed)
+        return fail(v->err, K3_ENOMEM, "out of memory for %u shards", n_shards);
+    for (int c = 0; c < e->io.n_copies; c++)
+        for (uint32_t i = 0; i < n_shards; i++)
+            v->now.files[verify_file(v, c, (uint16_t)i)] = verify_file_now(&e->files.shards[i], c);
+    v->now.key = 1 + is_writing;
+    if (!is_writing && u->sum) v->now.key = XXH3_64bits_withSeed(u->sum, (size_t)u->n * sizeof *u->sum, 3);
+    sums_visit(e, verify_mix, v);
+    v->from.key = v->now.key;
+    v->from.values = v->now.values = is_writing ? sums_values(e) : NULL;
+    v->from.n_values = v->now.n_values = is_writing ? u->n : 0;
+    return 0;
+}
+
+/* "goes on where it was stopped, at 62.0 % of 1560.86 GB (FILE)". */
+static void verify_say_from(const verify *v, const char *why, uint64_t n_changed) {
+    const k3_options *o = &v->e->opt;
+    char line[1024], changed[96] = "";
+    if (n_changed)
+        snprintf(changed, sizeof changed, "; %llu file%s changed since and %s read again",
+                 (unsigned long long)n_changed, n_changed > 1 ? "s" : "", n_changed > 1 ? "are" : "is");
+    if (why[0])
+        snprintf(line, sizeof line, "begins at the beginning: %.400s %s", o->resume, why);
+    else
+        snprintf(line, sizeof line, "goes on where it was stopped, at %.1f %% of %.2f GB%s (%.400s)",
+                 100.0 * (double)v->skipped / (double)(v->total + !v->total), (double)v->total * 1e-9, changed,
+                 o->resume);
+    if (o->note) o->note(o->user, line);
+}
+
+/* Before anything is read: what is to be read, and what of it is done. */
+static int verify_begin(verify *v, bool is_writing) {
+    const k3_options *o = &v->e->opt;
+    char why[128] = "";
+    bool is_resumed = false;
+    uint64_t n_changed = 0;
+    int rc = o->resume ? verify_identify(v, is_writing) : 0;
+    if (rc == 0 && o->resume) {
+        is_resumed = k3_resume_read(o->resume, &v->from, why, sizeof why) > 0;
+        if (!is_resumed) v->from.i_copy = v->from.n_stretches = 0;
+        v->kept_ns = clock_ns();
+    }
+    for (uint64_t i = 0; is_resumed && i < v->now.n_files; i++) {
+        v->is_changed[i] = v->from.files[i] != v->now.files[i];
+        n_changed += v->is_changed[i];
+    }
+    for (v->i_copy = 0; rc == 0 && v->i_copy < v->e->io.n_copies; v->i_copy++) {
+        v->i_visit = 0;
+        sums_visit(v->e, verify_measure, v);
+    }
+    if (is_resumed || why[0]) verify_say_from(v, why, n_changed);
+    return rc;
+}
+
+/* It is through, or keeps how far it came. */
+static void verify_end(verify *v, bool is_through) {
+    if (v->e->opt.resume && is_through) k3_resume_remove(v->e->opt.resume);
+    if (!is_through && v->now.key) verify_keep(v);
+    free(v->now.files);
+    free(v->from.files);
+    free(v->is_changed);
 }
 
 /* All copies, one after another. */
 static int verify_copies(verify *v) {
     int rc = 0;
-    for (v->i_copy = 0; v->i_copy < v->e->io.n_copies; v->i_copy++)
-        sums_visit(v->e, verify_measure, v);
     for (v->i_copy = 0; rc == 0 && v->i_copy < v->e->io.n_copies; v->i_copy++) {
+        v->i_visit = 0;
         rc = sums_visit(v->e, verify_visit, v);
         while (v->n_ahead > 0) {
             int rest = rc == 0 ? verify_oldest(v) : 0;
@@ -6563,9 +6720,12 @@ static int64_t verify_all(k3_engine *e, bool is_writing, bool compares, k3_error
     }
     v.buf = rc == 0 ? ledger_take(&e->mem, VERIFY_AHEAD * room, "verify", err) : NULL;
     if (rc == 0 && !v.buf) rc = e->mem.why;
+    if (rc == 0) rc = verify_begin(&v, is_writing);
     if (rc == 0) rc = verify_copies(&v);
     ledger_give(&e->mem, v.buf, VERIFY_AHEAD * room);
+    bool is_read = rc == 0;
     if (rc == 0 && is_writing) rc = sums_save(e, &out, fingerprint, compares, err);
+    verify_end(&v, is_read && rc != K3_EIO);
     if (rc < 0 && is_writing) e->sums.sum = NULL; /* of what was just read: they would bless it */
     sums_abandon(&out);
     return rc < 0 ? rc : v.n_experts;

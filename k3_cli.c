@@ -13,6 +13,7 @@
 #include "cli/forecast.h"
 #include "cli/manual.h"
 #include "cli/place.h"
+#include "cli/resume.h"
 #include "cli/screen.h"
 #include "experts.h"
 #include "k3_cli.h"
@@ -329,6 +330,10 @@ static const cli_option OPTION[] = {
      "keep a checksum of everything that was read, beside the model or as\n"
      "--sums says; later runs compare every read with it. Checksums that are\n"
      "there must agree, unless --no-check"},
+    {"--anew", NULL, KIND_FLAG, AT(anew), VERIFY, G_MEASURE, NULL, 0, 0,
+     "begin at the beginning. Without it a check goes on where the last one was\n"
+     "stopped: how far it came is kept in k3.verify beside the checksums, or\n"
+     "else under XDG_CACHE_HOME/k3"},
     {"--kernels-list", NULL, KIND_FLAG, AT(kernels_list), INFO, G_MEASURE, NULL, 0, 0,
      "only the names of the kernel sets that this CPU can run, best last"},
 
@@ -790,8 +795,8 @@ static void console_bytes(char *line, size_t cap, const console *c, const k3_pro
     line_add(line, cap, ", %s", fmt_bytes(done, p->done));
     if (p->total) line_add(line, cap, " of %s", fmt_bytes(total, p->total));
     line_add(line, cap, ", %.2f GB/s", c->read_speed * 1e-9);
-    if (p->total > p->done && p->done > 0)
-        line_add_left(line, cap, "", seconds * (double)(p->total - p->done) / (double)p->done);
+    if (p->total > p->done && p->done > c->start_done)
+        line_add_left(line, cap, "", seconds * (double)(p->total - p->done) / (double)(p->done - c->start_done));
 }
 
 /* "prompt: layer 12, 3.20 GB/s, 37 %, 322 positions left, 8.1 tok/s, 42 s left", then
@@ -850,7 +855,10 @@ static int console_progress(void *user, const k3_progress *p) {
     char line[160];
     if (interrupted > c->n_grace) return 1;
     if (interrupted) console_wait(c, now);
-    if (p->phase != c->phase || p->done < c->done) c->start_ns = now;
+    if (p->phase != c->phase || p->done < c->done) {
+        c->start_ns = now;
+        c->start_done = p->phase == K3_PHASE_VERIFY ? p->done : 0;
+    }
     c->phase = p->phase;
     c->done = p->done;
     c->seen_bytes = p->read_bytes;
@@ -3019,13 +3027,13 @@ static int bench_kernels(int max_threads, const char *only, FILE *out) {
 }
 
 static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con,
-                               bool has_use_for_sums);
+                               bool has_use_for_sums, const char *resume);
 
 /* The reader before the engine is there: its buffers are gone then. */
 static int bench_reader(bench_state *b) {
     k3_engine *e = NULL;
     int rc = model_find(b->a, &b->dir);
-    if (rc == DONE) rc = engine_open_headers(&e, b->a, b->dir, &b->con, false);
+    if (rc == DONE) rc = engine_open_headers(&e, b->a, b->dir, &b->con, false, NULL);
     if (rc != DONE) return rc;
     uint64_t block = k3_engine_shape(e)->expert_bytes;
     k3_engine_close(e);
@@ -3169,10 +3177,11 @@ static uint64_t expert_count(const k3_shape *s) { return moe_layers(s) * s->n_ex
 
 /* Open for questions: headers only. */
 static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con,
-                               bool has_use_for_sums) {
+                               bool has_use_for_sums, const char *resume) {
     k3_options o = engine_options(a, dir, con);
     o.headers_only = true;
     o.no_check = o.no_check || !has_use_for_sums;
+    o.resume = resume;
     return engine_open(e, &o);
 }
 
@@ -3202,8 +3211,12 @@ static int cmd_verify(const cli_args *a) {
     console_init(&con, a);
     int rc = model_find(a, &dir);
     if (rc != DONE) return rc;
+    char resume[4400];
+    bool has_place = resume_place(a, dir, resume, sizeof resume);
+    if (!has_place && !a->quiet) say("note: there is no place to keep how far this comes: %s", resume);
+    if (has_place && a->anew) remove(resume);
     signals_catch();
-    rc = engine_open_headers(&e, a, dir, &con, true);
+    rc = engine_open_headers(&e, a, dir, &con, true, has_place ? resume : NULL);
     if (rc != DONE) goto done;
     const k3_shape *s = k3_engine_shape(e);
     if (a->golden && (s->vocab_size != GOLDEN_VOCAB || s->n_layers != GOLDEN_LAYERS)) {
@@ -3219,6 +3232,8 @@ static int cmd_verify(const cli_args *a) {
     console_clear(&con);
     if (n < 0) {
         rc = fail_status((int)n, &err);
+        if (has_place && !a->quiet && access(resume, F_OK) == 0)
+            say("the same command goes on from here; --anew begins again");
         goto done;
     }
     printf(
@@ -3484,7 +3499,7 @@ static int cmd_info(const cli_args *a) {
     if (a->kernels_list) return info_kernels_list();
     console_init(&con, a);
     int rc = model_find(a, &dir);
-    if (rc == DONE) rc = engine_open_headers(&e, a, dir, &con, false);
+    if (rc == DONE) rc = engine_open_headers(&e, a, dir, &con, false, NULL);
     if (rc != DONE) return rc;
     printf("model        %s\n", dir);
     info_geometry(k3_engine_shape(e));

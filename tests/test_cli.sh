@@ -480,13 +480,13 @@ else
     skip "verify finds a bad scale code" "no python3"
 fi
 # What a tool leaves behind that makes a file in its full size first and was stopped half-way.
-broken zeros model-00002-of-000003.safetensors
-cp "$DEMO/model-00002-of-000003.safetensors" "$T/zeros/"
-n=$(size "$T/zeros/model-00002-of-000003.safetensors")
-truncate -s $((n / 2)) "$T/zeros/model-00002-of-000003.safetensors"
-truncate -s "$n" "$T/zeros/model-00002-of-000003.safetensors"
-check "verify, bytes never written" 5 "bytes are zeros and nothing else \(model-00002-of-000003.safetensors, offset 0x" "$K3" verify -q --model "$T/zeros"
-check "run, bytes never written" 0 "note: .* bytes are zeros and nothing else .*k3 verify" "$K3" run --no-stop --tokens 40 --model "$T/zeros" --ids 1,2,3
+broken unwritten model-00002-of-000003.safetensors
+cp "$DEMO/model-00002-of-000003.safetensors" "$T/unwritten/"
+n=$(size "$T/unwritten/model-00002-of-000003.safetensors")
+truncate -s $((n / 2)) "$T/unwritten/model-00002-of-000003.safetensors"
+truncate -s "$n" "$T/unwritten/model-00002-of-000003.safetensors"
+check "verify, bytes never written" 5 "bytes are zeros and nothing else \(model-00002-of-000003.safetensors, offset 0x" "$K3" verify -q --model "$T/unwritten"
+check "run, bytes never written" 0 "note: .* bytes are zeros and nothing else .*k3 verify" "$K3" run --no-stop --tokens 40 --model "$T/unwritten" --ids 1,2,3
 expect "run, bytes never written: few notes" "$(grep -c "zeros and nothing else" "$T/err")" 8
 if command -v python3 >/dev/null; then # counts of config.json that no header stands behind
     broken counts config.json
@@ -674,6 +674,18 @@ check "run with sums" 0 "logits_fnv e872884d0510aac5" "$K3" run --model "$T/mode
 printf '\001' | dd of="$T/model/model-00001-of-000003.safetensors" bs=1 seek=500000 conv=notrunc 2>/dev/null
 check "a damaged byte: verify" 5 "model-00001.*offset 0x[0-9a-f]+ do not match their sum" "$K3" verify -q --model "$T/model"
 check "a damaged byte: run" 5 "model-00001.*offset 0x[0-9a-f]+ do not match their sum" "$K3" run -q --model "$T/model" "$PARIS"
+check "a damaged byte: verify again" 5 "goes on where it was stopped, at [0-9.]+ %.*$T/model/k3.verify" "$K3" verify --model "$T/model"
+grep -q "the same command goes on from here; --anew begins again" "$T/err" && pass "verify says what is next" || fail "verify says what is next" "$(cat "$T/err")"
+check "a damaged byte: anew" 5 "do not match their sum" "$K3" verify --anew --model "$T/model"
+grep -q "goes on where" "$T/err" && fail "anew" "it goes on" || pass "anew"
+if [ "$(id -u)" != 0 ]; then
+    chmod 555 "$T/model"
+    XDG_CACHE_HOME=$T/xdg check "verify in a directory of others" 5 "the same command goes on" "$K3" verify --model "$T/model"
+    chmod 755 "$T/model"
+    expect "kept in XDG_CACHE_HOME" "$(find "$T/xdg/k3" -name 'verify-*' | wc -l | tr -d ' ')" 1
+else
+    skip "verify in a directory of others" "this user writes everywhere"
+fi
 check "a damaged byte: new sums would hide it" 5 "1 of [0-9]+ sums do not match" "$K3" verify -q --write-sums --model "$T/model"
 check "a damaged byte: it is not hidden" 5 "do not match their sum" "$K3" verify -q --model "$T/model"
 cp "$T/model/k3.sums" "$T/true.sums"

@@ -43,6 +43,7 @@ static ssize_t disk_read(int fd, void *to, size_t n, off_t at) {
 #define calloc(k, n)           (alloc_fails() ? NULL : calloc(k, n))
 #define realloc(p, n)          (alloc_fails() ? NULL : realloc(p, n))
 #define strdup(s)              (alloc_fails() ? NULL : strdup(s))
+#define RESUME_NS 0 /* keep how far verify came after each stretch */
 #define pread(fd, to, n, at)   disk_read(fd, to, n, at)
 #include "../k3.c"
 #undef malloc
@@ -1633,6 +1634,102 @@ static void test_not_finite(void) {
     CHECK_EQ_INT(box_run(&fnv), K3_ENUMERIC);
 }
 
+/* ---- Verify goes on where it was stopped ---- */
+
+static long calls_left; /* of the progress function, until it stops the work */
+static bool kills;      /* ... by SIGKILL */
+
+static int stop_progress(void *user, const k3_progress *p) {
+    (void)user;
+    if (p->phase != K3_PHASE_VERIFY || calls_left < 0 || calls_left-- > 0) return 0;
+    if (kills) raise(SIGKILL);
+    return 1;
+}
+
+/* Verify the box, from stretch 0 or where it was stopped; stopped after `calls` stretches. *bytes: read meanwhile. */
+static int64_t resumed(const char *file, bool writes, long calls, uint64_t *bytes) {
+    static char path[600];
+    k3_engine *e = NULL;
+    k3_options o;
+    snprintf(path, sizeof path, "%s/k3.verify", box);
+    k3_options_default(&o);
+    o.model_dir = box;
+    o.headers_only = true;
+    o.ram_bytes = 256u << 20;
+    o.note = note_keep;
+    o.progress = stop_progress;
+    o.resume = path;
+    o.sums = file;
+    o.no_check = writes;
+    notes[0] = 0;
+    calls_left = -1;
+    must(k3_engine_open(&e, &o, &err) == 0, err.text);
+    calls_left = calls;
+    int64_t rc = writes ? k3_engine_write_sums(e, true, &err) : k3_engine_verify(e, &err);
+    if (bytes) *bytes = e->io.read_bytes;
+    k3_engine_close(e);
+    return rc;
+}
+
+static void test_resume(void) {
+    uint64_t all, part, rest;
+    char path[600], first[600], again[600];
+    struct stat st;
+    snprintf(path, sizeof path, "%s/k3.verify", box);
+    snprintf(first, sizeof first, "%s/a.sums", box);
+    snprintf(again, sizeof again, "%s/b.sums", box);
+    box_fresh();
+    for (int i = 0; i < 3; i++) { /* no links to demo */
+        must(unlink(box_path(BOX_FILE[2 + i])) == 0, "box");
+        box_write(BOX_FILE[2 + i], shard_of[i].bytes, shard_of[i].size);
+    }
+    CHECK(resumed(NULL, false, -1, &all) == 8 * 32 && !notes[0] && access(path, F_OK) != 0);
+    CHECK_EQ_INT(resumed(NULL, false, 300, &part), K3_ECANCEL);
+    CHECK(stat(path, &st) == 0 && (st.st_mode & 077) == 0 && part > all / 4 && part < all);
+    CHECK(resumed(NULL, false, -1, &rest) == 8 * 32 && strstr(notes, "goes on where it was stopped, at "));
+    CHECK(part + rest <= all + VERIFY_AHEAD * 65536 && rest < all * 3 / 4); /* what was ahead is read again */
+    CHECK(access(path, F_OK) != 0);
+
+    pid_t child = fork(); /* killed: the last stretch that was kept counts */
+    if (child == 0) kills = true, resumed(NULL, false, 300, NULL), _exit(0);
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status) && access(path, F_OK) == 0);
+    CHECK(resumed(NULL, false, -1, &rest) == 8 * 32 && rest < all * 3 / 4 && strstr(notes, "goes on"));
+
+    CHECK_EQ_INT(resumed(NULL, false, 300, NULL), K3_ECANCEL); /* a file that changes is read again */
+    shard_zero(0, tensor_begin(0, Q_PROJ), 128 * 192 * 2);
+    CHECK_EQ_INT(resumed(NULL, false, -1, NULL), K3_ECHECK);
+    CHECK(strstr(err.text, "q_proj.weight of layer 0") && strstr(notes, "1 file changed since and is read again"));
+    CHECK_EQ_INT(resumed(NULL, false, -1, NULL), K3_ECHECK); /* and again, until it is good */
+    box_write(S1, shard_of[0].bytes, shard_of[0].size);
+    CHECK_EQ_INT(resumed(NULL, false, -1, &rest), 8 * 32);
+    CHECK(rest > shard_of[0].size - 100000 && access(path, F_OK) != 0);
+
+    CHECK_EQ_INT(resumed(first, true, -1, NULL), 8 * 32); /* sums so far are kept */
+    CHECK_EQ_INT(resumed(again, true, 200, NULL), K3_ECANCEL);
+    CHECK(access(again, F_OK) != 0);
+    CHECK_EQ_INT(resumed(again, true, 150, NULL), K3_ECANCEL);
+    CHECK(resumed(again, true, -1, &rest) == 8 * 32 && rest < all * 2 / 3 && strstr(notes, "goes on"));
+    size_t n_a, n_b;
+    char *a = file_read(first, &n_a), *b = file_read(again, &n_b);
+    CHECK(a && b && n_a == n_b && memcmp(a, b, n_a) == 0);
+    free(a);
+    free(b);
+
+    CHECK_EQ_INT(resumed(first, false, 300, NULL), K3_ECANCEL); /* another check begins at the beginning */
+    CHECK(resumed(NULL, false, 10, NULL) == K3_ECANCEL && strstr(notes, "begins at the beginning"));
+    for (int way = 0; way < 4; way++) { /* and so does one with a file that cannot be believed */
+        CHECK(resumed(NULL, false, 300, NULL) == K3_ECANCEL && stat(path, &st) == 0);
+        FILE *f = fopen(path, "r+b");
+        must(f && fseek(f, 24, SEEK_SET) == 0 && (way != 0 || fputc(77, f) >= 0) && fclose(f) == 0, path);
+        if (way == 1) must(truncate(path, st.st_size - 1) == 0, path);
+        if (way == 2) must(chmod(path, 0666) == 0, path);
+        if (way == 3) must(rename(path, again) == 0 && symlink(again, path) == 0, path);
+        CHECK(resumed(NULL, false, -1, &rest) == 8 * 32 && rest == all && strstr(notes, "begins at the beginning"));
+        unlink(path);
+    }
+}
+
 /* The shard with layers 5.. shrinks after open: the next expert read says so. */
 static void test_shard_shrinks(void) {
     k3_engine *e = NULL;
@@ -1793,6 +1890,7 @@ static void test_refusals(void) {
     test_scale_codes();
     test_zeros();
     test_zeros_on_purpose();
+    test_resume();
     test_not_finite();
     test_shard_shrinks();
     test_disk();
