@@ -14,6 +14,7 @@
 #include "cli/forecast.h"
 #include "cli/manual.h"
 #include "cli/place.h"
+#include "cli/resume.h"
 #include "cli/screen.h"
 #include "experts.h"
 #include "k3_cli.h"
@@ -334,6 +335,10 @@ static const cli_option OPTION[] = {
      "keep a checksum of everything that was read, beside the model or as\n"
      "--sums says; later runs compare every read with it. Checksums that are\n"
      "there must agree, unless --no-check"},
+    {"--anew", NULL, KIND_FLAG, AT(anew), VERIFY, G_MEASURE, NULL, 0, 0,
+     "begin at the beginning. Without it a check goes on where the last one was\n"
+     "stopped: how far it came is kept in k3.verify beside the checksums, or\n"
+     "else under XDG_CACHE_HOME/k3"},
     {"--kernels-list", NULL, KIND_FLAG, AT(kernels_list), INFO, G_MEASURE, NULL, 0, 0,
      "only the names of the kernel sets that this CPU can run, best last"},
 
@@ -467,7 +472,8 @@ static const cli_option OPTION[] = {
 };
 
 /* `given` has a place for each row. */
-typedef char options_suffice[COUNT(OPTION) <= MAX_OPTION ? 1 : -1];
+STATIC_ASSERT(options_suffice, COUNT(OPTION) <= MAX_OPTION);
+STATIC_ASSERT(default_context_is_one, DEFAULT_CONTEXT <= MAX_CONTEXT);
 
 typedef struct {
     const char *name;
@@ -795,8 +801,8 @@ static void console_bytes(char *line, size_t cap, const console *c, const k3_pro
     line_add(line, cap, ", %s", fmt_bytes(done, p->done));
     if (p->total) line_add(line, cap, " of %s", fmt_bytes(total, p->total));
     line_add(line, cap, ", %.2f GB/s", c->read_speed * 1e-9);
-    if (p->total > p->done && p->done > 0)
-        line_add_left(line, cap, "", seconds * (double)(p->total - p->done) / (double)p->done);
+    if (p->total > p->done && p->done > c->start_done)
+        line_add_left(line, cap, "", seconds * (double)(p->total - p->done) / (double)(p->done - c->start_done));
 }
 
 /* "prompt: layer 12, 3.20 GB/s, 37 %, 322 positions left, 8.1 tok/s, 42 s left", then
@@ -855,7 +861,10 @@ static int console_progress(void *user, const k3_progress *p) {
     char line[160];
     if (interrupted > c->n_grace) return 1;
     if (interrupted) console_wait(c, now);
-    if (p->phase != c->phase || p->done < c->done) c->start_ns = now;
+    if (p->phase != c->phase || p->done < c->done) {
+        c->start_ns = now;
+        c->start_done = p->phase == K3_PHASE_VERIFY ? p->done : 0;
+    }
     c->phase = p->phase;
     c->done = p->done;
     c->seen_bytes = p->read_bytes;
@@ -1305,6 +1314,7 @@ static int outfile_close(outfile *o, bool keep) {
  * at once. Whatever ends the answer, what was said so far has been printed.
  */
 typedef struct {
+    const k3_engine *e;
     k3_session *s;
     size_t n_vocab;
     float *row;    /* f32[n_vocab], logits after the last position run       */
@@ -1317,6 +1327,7 @@ typedef struct {
 /* A session with room for the context that the engine planned for. */
 static int timeline_open(timeline *t, k3_engine *e, const cli_args *a) {
     k3_error err = {{0}};
+    t->e = e;
     t->n_vocab = k3_engine_shape(e)->vocab_size;
     t->sampler = (k3_sampler){a->temperature, a->top_p, (uint32_t)a->top_k, a->seed};
     t->ids_fnv = t->logits_fnv = K3_FNV_BASIS;
@@ -1365,7 +1376,7 @@ static int timeline_feed(timeline *t, const uint32_t *ids, size_t n, k3_error *e
 /* The id that follows the row at hand; not yet run. */
 static uint32_t timeline_draw(timeline *t) {
     uint64_t pos = k3_session_pos(t->s) - 1;
-    uint32_t id = k3_sample(&t->sampler, t->row, t->n_vocab, pos, t->scratch);
+    uint32_t id = k3_sample(t->e, &t->sampler, t->row, t->n_vocab, pos, t->scratch);
     t->ids_fnv = k3_fnv1a(t->ids_fnv, &id, sizeof id);
     return id;
 }
@@ -2732,7 +2743,8 @@ static int reader_find(reader *r, uint64_t ram) {
 #define BENCH_REF_ROUNDS 2
 #define BENCH_MAX_LINES 64
 #define BENCH_MAX_POOLS 12             /* 1, 2, 4, ... POOL_MAX_THREADS threads */
-#define BENCH_TILE 96                  /* rows of one kernel call, as in the engine          */
+STATIC_ASSERT(pools_up_to_the_most_threads, 1u << (BENCH_MAX_POOLS - 1) >= POOL_MAX_THREADS);
+#define BENCH_TILE ROW_TILE            /* rows of one kernel call, as in the engine          */
 #define BENCH_HASH_ROWS 256            /* rows under the hash; all that "ref" runs           */
 #define BENCH_POOL_BYTES (1400u << 20) /* weights: several times the largest cache           */
 #define BENCH_READ_BYTES ((size_t)128 << 20)
@@ -3029,13 +3041,13 @@ static int bench_kernels(int max_threads, const char *only, FILE *out) {
 }
 
 static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con,
-                               bool has_use_for_sums);
+                               bool has_use_for_sums, const char *resume);
 
 /* The reader before the engine is there: its buffers are gone then. */
 static int bench_reader(bench_state *b) {
     k3_engine *e = NULL;
     int rc = model_find(b->a, &b->dir);
-    if (rc == DONE) rc = engine_open_headers(&e, b->a, b->dir, &b->con, false);
+    if (rc == DONE) rc = engine_open_headers(&e, b->a, b->dir, &b->con, false, NULL);
     if (rc != DONE) return rc;
     uint64_t block = k3_engine_shape(e)->expert_bytes;
     k3_engine_close(e);
@@ -3180,10 +3192,11 @@ static uint64_t expert_count(const k3_shape *s) { return moe_layers(s) * s->n_ex
 
 /* Open for questions: headers only. */
 static int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con,
-                               bool has_use_for_sums) {
+                               bool has_use_for_sums, const char *resume) {
     k3_options o = engine_options(a, dir, con);
     o.headers_only = true;
     o.no_check = o.no_check || !has_use_for_sums;
+    o.resume = resume;
     return engine_open(e, &o);
 }
 
@@ -3213,8 +3226,12 @@ static int cmd_verify(const cli_args *a) {
     console_init(&con, a);
     int rc = model_find(a, &dir);
     if (rc != DONE) return rc;
+    char resume[4400];
+    bool has_place = resume_place(a, dir, resume, sizeof resume);
+    if (!has_place && !a->quiet) say("note: there is no place to keep how far this comes: %s", resume);
+    if (has_place && a->anew) remove(resume);
     signals_catch();
-    rc = engine_open_headers(&e, a, dir, &con, true);
+    rc = engine_open_headers(&e, a, dir, &con, true, has_place ? resume : NULL);
     if (rc != DONE) goto done;
     const k3_shape *s = k3_engine_shape(e);
     if (a->golden && (s->vocab_size != GOLDEN_VOCAB || s->n_layers != GOLDEN_LAYERS)) {
@@ -3230,6 +3247,8 @@ static int cmd_verify(const cli_args *a) {
     console_clear(&con);
     if (n < 0) {
         rc = fail_status((int)n, &err);
+        if (has_place && !a->quiet && access(resume, F_OK) == 0)
+            say("the same command goes on from here; --anew begins again");
         goto done;
     }
     printf(
@@ -3384,19 +3403,13 @@ static int plan_locate(const cli_args *a, const char **dir) {
  * *asked is what it was to be; otherwise *asked is the budget. */
 static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console *con,
                      uint64_t *asked) {
-    const uint64_t plenty = (uint64_t)1 << 50;
     k3_options o = engine_options(a, dir, con);
     k3_error err = {{0}};
     o.headers_only = true;
     o.config_only = a->released;
     int status = k3_engine_open(e, &o, &err);
     *asked = a->ram;
-    if (status == K3_EBUDGET) { /* not even the tables fit */
-        o.ram_bytes = plenty;
-        status = k3_engine_open(e, &o, &err);
-    } else if (status >= 0) {
-        *asked = k3_engine_plan(*e)->ram_bytes;
-    }
+    if (status >= 0) *asked = k3_engine_plan(*e)->ram_bytes;
     if (status >= 0 && *asked < k3_engine_plan(*e)->floor_bytes) {
         o.ram_bytes = k3_engine_plan(*e)->floor_bytes;
         k3_engine_close(*e);
@@ -3501,7 +3514,7 @@ static int cmd_info(const cli_args *a) {
     if (a->kernels_list) return info_kernels_list();
     console_init(&con, a);
     int rc = model_find(a, &dir);
-    if (rc == DONE) rc = engine_open_headers(&e, a, dir, &con, false);
+    if (rc == DONE) rc = engine_open_headers(&e, a, dir, &con, false, NULL);
     if (rc != DONE) return rc;
     printf("model        %s\n", dir);
     info_geometry(k3_engine_shape(e));
@@ -3768,10 +3781,8 @@ static const struct {
             {"Keep what was computed", CACHE},
             {"Bring experts to other machines (k3-tier)", SLICE | STAGE}};
 
-typedef char tasks_name_every_command[(RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH |
-                                       CACHE | SLICE | STAGE) == ANY
-                                          ? 1
-                                          : -1];
+STATIC_ASSERT(tasks_name_every_command, (RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH | CACHE |
+                                         SLICE | STAGE) == ANY);
 
 static int help_all(void) {
     puts("k3 " K3_VERSION " - run Kimi K3, exact, on a machine that holds a few percent of it\n\n"

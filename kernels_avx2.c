@@ -14,6 +14,7 @@
  *             and a register tile of 3 rows x 2 vectors (12 accumulators, 2 x, 1 weight)
  *             runs over it. Accumulators rest in memory between panels. */
 #define K3_KERNELS_ELEMENTWISE
+#include "k3_common.h"
 #include "kernels.h"
 
 #include <immintrin.h>

@@ -18,6 +18,7 @@
  *             x) runs over it. Six rows, so that x, which comes from L2, is read once
  *             per six rows. Accumulators rest in memory between panels. */
 #define K3_KERNELS_ELEMENTWISE
+#include "k3_common.h"
 #include "kernels.h"
 
 #include <immintrin.h>

@@ -17,6 +17,9 @@
 
 #define PANEL_GROUPS 8  /* 256 columns: panel and x share L1     */
 #define STRIP        32 /* most vectors at a time                */
+STATIC_ASSERT(strip_is_whole_blocks, STRIP % K3_XBLOCK == 0);
+STATIC_ASSERT(tiles_fill_the_kernel_rows, K3_KERNEL_ROWS % TILE_ROWS == 0);
+STATIC_ASSERT(group_is_two_halves_of_dot16, K3_GROUP == 2 * 16);
 
 /* Widened weights, panel[group][row][16 evens | 16 odds], and accumulators,
  * acc[vector][row][lane]; as many rows as the tile has. */
