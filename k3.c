@@ -2962,9 +2962,18 @@ static int stream_take(k3_engine *e, uint32_t il, int t, const piece **p, const 
         memmove(r->at - 1, r->at, r->n);
         r->at--;
     }
-    zeros_look(e, il, t, (*p)->offset - trunk_place(e, il, t)->offset, r->at, r->n);
     *w = (const uint16_t *)(const void *)r->at;
     return 0;
+}
+
+/* The next piece of a matrix of this model, looked at for bytes that were never written. */
+static int stream_weights(k3_engine *e, uint32_t il, int t, const piece **p, const uint16_t **w,
+                          k3_error *err) {
+    int rc = stream_take(e, il, t, p, w, err);
+    if (rc == 0)
+        zeros_look(e, il, t, (*p)->offset - trunk_place(e, il, t)->offset, (const uint8_t *)*w,
+                   (*p)->n);
+    return rc;
 }
 
 static void stream_release(k3_engine *e) {
@@ -4382,7 +4391,7 @@ static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
     size_t n = tensor_cols(&st->e->files, b->t);
     for (size_t done = 0; done < tensor_rows(&st->e->files, b->t);) {
         stream_loop l = {.st = st, .b = b, .T = T};
-        int rc = stream_take(st->e, il, b->t, &l.p, &l.w, st->err);
+        int rc = stream_weights(st->e, il, b->t, &l.p, &l.w, st->err);
         if (rc < 0) return rc;
         l.tile = tile_for(l.p->n_rows, st->e->n_threads);
         loop_run(st->e, K3_PART_MATRIX, tile_count(l.p->n_rows, l.tile), l.tile * row_ns(n, T), stream_piece,
@@ -4789,7 +4798,7 @@ static int mla(step *st, uint32_t il) {
 
     st->kv_b = e->layers[il].m[T_KV_B];
     bool is_streamed = !st->kv_b; /* used at both ends of the attention: held as a whole */
-    if (is_streamed && (rc = stream_take(e, il, T_KV_B, &p, &st->kv_b, st->err)) < 0) return rc;
+    if (is_streamed && (rc = stream_weights(e, il, T_KV_B, &p, &st->kv_b, st->err)) < 0) return rc;
     mla_heads(st, il);
     if (is_streamed) stream_release(e);
     pack_rows(e, T, b->attp, b->att, n_o, n_o);
