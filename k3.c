@@ -2603,7 +2603,7 @@ static int fail_tensor(const k3_engine *e, uint32_t il, int t, int rc, k3_error 
 }
 
 static const place *trunk_place(const k3_engine *e, uint32_t il, int t) {
-    return il == e->sh.n_layers ? &e->files.at_model[t] : &e->files.at[il][t];
+    return t < N_MODEL_TENSORS ? &e->files.at_model[t] : &e->files.at[il][t];
 }
 
 static uint64_t tensor_rows(const model *m, int t) { return m->dims[TENSOR[t].dims[0]]; }
