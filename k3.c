@@ -2709,6 +2709,11 @@ static void zeros_look(k3_engine *e, uint32_t il, int t, uint64_t from, const ui
         zeros_note(e, &id, from, n);
 }
 
+/* A piece came by the ring. */
+static void zeros_look_piece(k3_engine *e, const piece *p, const uint16_t *w) {
+    zeros_look(e, p->il, p->t, p->offset - trunk_place(e, p->il, p->t)->offset, (const uint8_t *)w, p->n);
+}
+
 /* An expert was read. */
 static void zeros_look_expert(k3_engine *e, uint32_t il, uint32_t ie, const expert_view *x) {
     int k = expert_zeros(&e->sh, x);
@@ -2968,7 +2973,6 @@ static int stream_take(k3_engine *e, uint32_t il, int t, const piece **p, const 
         memmove(r->at - 1, r->at, r->n);
         r->at--;
     }
-    zeros_look(e, il, t, (*p)->offset - trunk_place(e, il, t)->offset, r->at, r->n);
     *w = (const uint16_t *)(const void *)r->at;
     return 0;
 }
@@ -4374,6 +4378,7 @@ static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
         stream_loop l = {.st = st, .b = b, .T = T};
         int rc = stream_take(st->e, il, b->t, &l.p, &l.w, st->err);
         if (rc < 0) return rc;
+        zeros_look_piece(st->e, l.p, l.w);
         l.tile = linear_tile(st->e, l.p->n_rows);
         pool_run(st->e->pool, tile_count(l.p->n_rows, l.tile), l.tile * row_ns(n, T), stream_piece,
                  &l);
@@ -4780,6 +4785,7 @@ static int mla(step *st, uint32_t il) {
     st->kv_b = e->layers[il].m[T_KV_B];
     bool is_streamed = !st->kv_b; /* used at both ends of the attention: held as a whole */
     if (is_streamed && (rc = stream_take(e, il, T_KV_B, &p, &st->kv_b, st->err)) < 0) return rc;
+    if (is_streamed) zeros_look_piece(e, p, st->kv_b);
     mla_heads(st, il);
     if (is_streamed) stream_release(e);
     pack_rows(e, T, b->attp, b->att, n_o, n_o);
