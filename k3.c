@@ -1616,7 +1616,7 @@ static int header_read(model *m, const k3_shape *sh, uint16_t i_shard, k3_error 
  * config.json says how many experts there are, and a table is made for all of them. Before a large one is made the
  * headers are looked at: no memory is taken for tensors that no header names. A header is counted in pieces, and only
  * as far as it is text: the holes of a sparse file name nothing. */
-#define SMALL_TABLES (16u << 20) /* three times what the release needs: made without a look, whatever the budget */
+#define SMALL_TABLES (16u << 20) /* thrice the release's: made without a look, whatever the budget */
 
 static uint64_t count_text(const char *text, size_t n, const char *word) {
     uint64_t count = 0;
@@ -1667,8 +1667,8 @@ static int model_counts(const model *m, const k3_shape *sh, k3_error *err) {
     }
     if (n_named >= n_want) return 0;
     return fail(err, K3_EMODEL,
-                "config.json: %u layers, %u of them with %u experts each, are %llu tensors, but the headers of "
-                "%u shards name at most %llu; is the download complete, and this its config.json?",
+                "config.json: %u layers, %u of them with %u experts each, are %llu tensors, but "
+                "the headers of %u shards name at most %llu; is the download complete, and this its config.json?",
                 sh->n_layers, sh->n_layers - sh->n_dense, sh->n_experts, (unsigned long long)n_want,
                 n_shards, (unsigned long long)n_named);
 }
@@ -1927,7 +1927,8 @@ static void model_note_sparse(const model *m) {
     for (uint32_t i = 0; i < m->n_shards; i++) {
         if (!m->shards[i].is_sparse || !m->opt->note) continue;
         snprintf(line, sizeof line,
-                 "%.500s: its trunk was left empty on purpose (k3_sparse): good for measuring, not for text",
+                 "%.500s: its trunk was left empty on purpose (k3_sparse): good for measuring, not "
+                 "for text",
                  m->shards[i].name);
         one_line(line);
         m->opt->note(m->opt->user, line);
@@ -2523,7 +2524,7 @@ struct k3_engine {
     int64_t *far_sums; /* [boxes][far_rows][latent] answers that are computed here too, or NULL */
     uint32_t n_far_boxes;
     uint32_t far_dice[64], n_far_dice; /* random numbers; how many are not used yet */
-    uint64_t zeros[ZEROS_NAMED]; /* what was told to be nothing but zeros (6.2) */
+    uint64_t zeros[ZEROS_NAMED];       /* what was told to be nothing but zeros (6.2) */
     uint32_t n_zeros;
     slot *far_fill; /* the last slot that was filled with what a box serves; NULL: none */
 };
@@ -2666,14 +2667,17 @@ static void zeros_text(const k3_engine *e, const name_id *id, uint64_t from, uin
         snprintf(what, sizeof what, "%s", TENSOR[id->tensor].name);
     else
         snprintf(what, sizeof what, "%s of layer %u", TENSOR[id->tensor].name, id->il);
-    snprintf(out, cap, "%s: %llu bytes are zeros and nothing else (%s, offset 0x%llx), as if never written", what,
-             (unsigned long long)n, e->files.shards[i_shard].name, (unsigned long long)offset);
+    snprintf(out, cap,
+             "%s: %llu bytes are zeros and nothing else (%s, offset 0x%llx), as if never written",
+             what, (unsigned long long)n, e->files.shards[i_shard].name,
+             (unsigned long long)offset);
 }
 
 /* Is there still something to tell of it: few were told, and not this one? With `takes` it is told now. Returns 1
  * for yes, 2 for the last one. */
 static int zeros_are_news(k3_engine *e, const name_id *id, bool takes) {
-    uint64_t key = ((uint64_t)id->il << 32 | (id->expert_tensor < 0 ? (uint32_t)id->tensor : id->ie)) << 1;
+    uint64_t key =
+        ((uint64_t)id->il << 32 | (id->expert_tensor < 0 ? (uint32_t)id->tensor : id->ie)) << 1;
     key |= id->expert_tensor >= 0;
     pthread_mutex_lock(&e->accounts);
     bool is_new = e->n_zeros < ZEROS_NAMED;
@@ -2691,16 +2695,24 @@ static void zeros_note(k3_engine *e, const name_id *id, uint64_t from, uint64_t 
     if (!news || !e->opt.note) return;
     zeros_text(e, id, from, n, what, sizeof what);
     snprintf(line, sizeof line,
-             "%s: what is computed with them is worth nothing; `k3 verify` says what to download again%s", what,
-             news == 2 ? " (and no more are named)" : "");
+             "%s: what is computed with them is worth nothing; `k3 verify` says what to download "
+             "again%s",
+             what, news == 2 ? " (and no more are named)" : "");
     e->opt.note(e->opt.user, line);
 }
 
 /* n bytes from `from` on of a tensor of the trunk were read. */
-static void zeros_look(k3_engine *e, uint32_t il, int t, uint64_t from, const uint8_t *p, uint64_t n) {
+static void zeros_look(k3_engine *e, uint32_t il, int t, uint64_t from, const uint8_t *p,
+                       uint64_t n) {
     const name_id id = {(enum tensor)t, -1, il, 0};
-    if (p[0] == 0 && !tensor_may_be_zero(e, il, t) && zeros_are_news(e, &id, false) && is_zeros(p, n))
+    if (p[0] == 0 && !tensor_may_be_zero(e, il, t) && zeros_are_news(e, &id, false) &&
+        is_zeros(p, n))
         zeros_note(e, &id, from, n);
+}
+
+/* A piece came by the ring. */
+static void zeros_look_piece(k3_engine *e, const piece *p, const uint16_t *w) {
+    zeros_look(e, p->il, p->t, p->offset - trunk_place(e, p->il, p->t)->offset, (const uint8_t *)w, p->n);
 }
 
 /* An expert was read. */
@@ -2970,9 +2982,7 @@ static int stream_take(k3_engine *e, uint32_t il, int t, const piece **p, const 
 static int stream_weights(k3_engine *e, uint32_t il, int t, const piece **p, const uint16_t **w,
                           k3_error *err) {
     int rc = stream_take(e, il, t, p, w, err);
-    if (rc == 0)
-        zeros_look(e, il, t, (*p)->offset - trunk_place(e, il, t)->offset, (const uint8_t *)*w,
-                   (*p)->n);
+    if (rc == 0) zeros_look_piece(e, *p, *w);
     return rc;
 }
 
@@ -6418,7 +6428,7 @@ const k3_plan *k3_engine_plan(const k3_engine *e) { return &e->plan; }
  * was read from a file that is another one since is read again. */
 #define VERIFY_AHEAD 4
 #ifndef RESUME_NS
-#define RESUME_NS 5000000000u /* at most so much work is lost when the process is killed, and what is being read */
+#define RESUME_NS 5000000000u /* so much work, and what is being read, is lost by SIGKILL */
 #endif
 
 typedef struct {
@@ -6427,7 +6437,7 @@ typedef struct {
         stretch x;
         io_req req[N_EXPERT_TENSORS];
         int n_reqs;
-        uint64_t i; /* the stretch's number */
+        uint64_t i;        /* the stretch's number */
     } ahead[VERIFY_AHEAD]; /* asked for, oldest first, from `first` */
     uint32_t first, n_ahead;
     int i_copy;
@@ -6453,7 +6463,8 @@ static uint64_t verify_file(const verify *v, int i_copy, uint16_t i_shard) {
 /* Is a stretch done that is read by these requests? */
 static bool verify_is_done(const verify *v, uint64_t i, const io_req *req, int n_reqs) {
     uint64_t i_copy = (uint64_t)v->i_copy;
-    bool is_before = i_copy < v->from.i_copy || (i_copy == v->from.i_copy && i < v->from.n_stretches);
+    bool is_before =
+        i_copy < v->from.i_copy || (i_copy == v->from.i_copy && i < v->from.n_stretches);
     for (int k = 0; is_before && v->is_changed && k < n_reqs; k++)
         is_before = !v->is_changed[verify_file(v, v->i_copy, req[k].i_shard)];
     return is_before;
@@ -6466,7 +6477,8 @@ static void verify_keep(verify *v) {
     k3_error why = {{0}};
     bool is_behind = v->now.i_copy < v->from.i_copy ||
                      (v->now.i_copy == v->from.i_copy && v->now.n_stretches <= v->from.n_stretches);
-    if (!v->kept_ns || is_behind) return; /* behind: changed files are read again, and `from` is still right */
+    if (!v->kept_ns || is_behind)
+        return; /* behind: changed files are read again, and `from` is still right */
     v->kept_ns = clock_ns();
     if (k3_resume_write(o->resume, &v->now, &why) == 0) return;
     v->kept_ns = 0;
@@ -6652,8 +6664,8 @@ static int verify_mix(void *user, const stretch *x) {
 static uint64_t verify_file_now(const shard *s, int i_copy) {
     struct stat st;
     if (s->fd[i_copy] < 0 || fstat(s->fd[i_copy], &st) != 0) return 0;
-    const uint64_t v[] = {(uint64_t)st.st_size,          (uint64_t)st.st_mtim.tv_sec,
-                          (uint64_t)st.st_mtim.tv_nsec,  (uint64_t)st.st_ctim.tv_sec,
+    const uint64_t v[] = {(uint64_t)st.st_size, (uint64_t)st.st_mtim.tv_sec,
+                          (uint64_t)st.st_mtim.tv_nsec, (uint64_t)st.st_ctim.tv_sec,
                           (uint64_t)st.st_ctim.tv_nsec};
     return XXH3_64bits_withSeed(v, sizeof v, XXH3_64bits(s->name, strlen(s->name))) | 1;
 }
@@ -6673,7 +6685,8 @@ static int verify_identify(verify *v, bool is_writing) {
         for (uint32_t i = 0; i < n_shards; i++)
             v->now.files[verify_file(v, c, (uint16_t)i)] = verify_file_now(&e->files.shards[i], c);
     v->now.key = 1 + is_writing;
-    if (!is_writing && u->sum) v->now.key = XXH3_64bits_withSeed(u->sum, (size_t)u->n * sizeof *u->sum, 3);
+    if (!is_writing && u->sum)
+        v->now.key = XXH3_64bits_withSeed(u->sum, (size_t)u->n * sizeof *u->sum, 3);
     sums_visit(e, verify_mix, v);
     v->from.key = v->now.key;
     v->from.values = v->now.values = is_writing ? sums_values(e) : NULL;
@@ -6687,13 +6700,15 @@ static void verify_say_from(const verify *v, const char *why, uint64_t n_changed
     char line[1024], changed[96] = "";
     if (n_changed)
         snprintf(changed, sizeof changed, "; %llu file%s changed since and %s read again",
-                 (unsigned long long)n_changed, n_changed > 1 ? "s" : "", n_changed > 1 ? "are" : "is");
+                 (unsigned long long)n_changed, n_changed > 1 ? "s" : "",
+                 n_changed > 1 ? "are" : "is");
     if (why[0])
         snprintf(line, sizeof line, "begins at the beginning: %.400s %s", o->resume, why);
     else
-        snprintf(line, sizeof line, "goes on where it was stopped, at %.1f %% of %.2f GB%s (%.400s)",
-                 100.0 * (double)v->skipped / (double)(v->total + !v->total), (double)v->total * 1e-9, changed,
-                 o->resume);
+        snprintf(line, sizeof line,
+                 "goes on where it was stopped, at %.1f %% of %.2f GB%s (%.400s)",
+                 100.0 * (double)v->skipped / (double)(v->total + !v->total),
+                 (double)v->total * 1e-9, changed, o->resume);
     if (o->note) o->note(o->user, line);
 }
 

@@ -108,9 +108,9 @@ typedef struct {
     const char *pins;      /* file of experts to keep, `layer expert` a line, hottest first */
     const char *sums;      /* file of sums; NULL: k3.sums in model_dir, if it is there     */
     bool no_check;         /* do not compare what is read with sums                        */
-    const char *resume;    /* k3_engine_verify and k3_engine_write_sums keep in this file how far they came,
-                            * go on from there the next time, with a note, and remove it when they
-                            * are through; NULL: they begin at the beginning               */
+    const char *resume;    /* verify and write_sums keep in this file how far they came, go on
+                            * from there the next time, with a note, and remove it when they are
+                            * through; NULL: they begin at the beginning                   */
 
     /* Far boxes that hold experts in memory (`k3-tier`). None of these changes a bit either: what
      * a box does not answer, or not in time, is computed here. */

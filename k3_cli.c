@@ -802,7 +802,8 @@ static void console_bytes(char *line, size_t cap, const console *c, const k3_pro
     if (p->total) line_add(line, cap, " of %s", fmt_bytes(total, p->total));
     line_add(line, cap, ", %.2f GB/s", c->read_speed * 1e-9);
     if (p->total > p->done && p->done > c->start_done)
-        line_add_left(line, cap, "", seconds * (double)(p->total - p->done) / (double)(p->done - c->start_done));
+        line_add_left(line, cap, "",
+                      seconds * (double)(p->total - p->done) / (double)(p->done - c->start_done));
 }
 
 /* "prompt: layer 12, 3.20 GB/s, 37 %, 322 positions left, 8.1 tok/s, 42 s left", then
@@ -3228,7 +3229,8 @@ static int cmd_verify(const cli_args *a) {
     if (rc != DONE) return rc;
     char resume[4400];
     bool has_place = resume_place(a, dir, resume, sizeof resume);
-    if (!has_place && !a->quiet) say("note: there is no place to keep how far this comes: %s", resume);
+    if (!has_place && !a->quiet)
+        say("note: there is no place to keep how far this comes: %s", resume);
     if (has_place && a->anew) remove(resume);
     signals_catch();
     rc = engine_open_headers(&e, a, dir, &con, true, has_place ? resume : NULL);
@@ -3781,8 +3783,8 @@ static const struct {
             {"Keep what was computed", CACHE},
             {"Bring experts to other machines (k3-tier)", SLICE | STAGE}};
 
-STATIC_ASSERT(tasks_name_every_command, (RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH | CACHE |
-                                         SLICE | STAGE) == ANY);
+STATIC_ASSERT(tasks_name_every_command, (RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH |
+                                         CACHE | SLICE | STAGE) == ANY);
 
 static int help_all(void) {
     puts("k3 " K3_VERSION " - run Kimi K3, exact, on a machine that holds a few percent of it\n\n"

@@ -18,7 +18,7 @@
 
 /* A coupling between constants, stated where the compiler checks it: `rule` names what must hold and is what
  * the compiler's error shows. Inside and outside of functions; no code, no memory. */
-#define STATIC_ASSERT(rule, condition) \
+#define STATIC_ASSERT(rule, condition)                                                             \
     extern char rule[(condition) ? 1 : -1] __attribute__((unused))
 
 /* CLOCK_MONOTONIC, nanoseconds. */

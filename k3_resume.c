@@ -59,7 +59,8 @@ static const char *resume_look(int fd, k3_resume *r) {
     struct stat st;
     uint64_t head[HEAD_WORDS], want[HEAD_WORDS], sum;
     if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) return "is no regular file";
-    if (st.st_uid != geteuid() || (st.st_mode & 022)) return "belongs to, or can be written by, others";
+    if (st.st_uid != geteuid() || (st.st_mode & 022))
+        return "belongs to, or can be written by, others";
     if (!words_read(fd, head, HEAD_WORDS)) return "is cut short";
     head_make(r, want);
     if (head[0] != want[0]) return "is no such file";
@@ -88,7 +89,9 @@ int k3_resume_read(const char *path, k3_resume *r, char *why, size_t n_why) {
     return !wrong;
 }
 
-static void temp_name(const char *path, char *temp, size_t cap) { snprintf(temp, cap, "%s.tmp", path); }
+static void temp_name(const char *path, char *temp, size_t cap) {
+    snprintf(temp, cap, "%s.tmp", path);
+}
 
 int k3_resume_write(const char *path, const k3_resume *r, k3_error *err) {
     char temp[4400];
@@ -103,7 +106,8 @@ int k3_resume_write(const char *path, const k3_resume *r, k3_error *err) {
                  slice_write_all(fd, r->files, (size_t)r->n_files * sizeof *r->files) &&
                  slice_write_all(fd, r->values, (size_t)r->n_values * sizeof *r->values) &&
                  slice_write_all(fd, &sum, sizeof sum);
-    rc = is_ok ? k3_temp_rename(fd, temp, path, err) : fail(err, K3_EIO, "%s: %s", temp, strerror(errno));
+    rc = is_ok ? k3_temp_rename(fd, temp, path, err)
+               : fail(err, K3_EIO, "%s: %s", temp, strerror(errno));
     if (rc < 0) unlink(temp);
     close(fd);
     return rc;

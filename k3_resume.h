@@ -11,11 +11,11 @@
 #include "k3.h"
 
 typedef struct {
-    uint64_t key;                /* of the check: layout of the model, what is compared or made */
+    uint64_t key;                 /* of the check: layout of the model, what is compared or made */
     uint64_t i_copy, n_stretches; /* copies before i_copy are done, and so many stretches of it  */
-    bool is_zero;                /* of the tensor in which that is, so far: nothing but zeros   */
-    uint64_t *files, n_files;    /* [n_files] one number for each file: another when it changed */
-    uint64_t *values, n_values;  /* [n_values] sums made so far; no values: n_values 0          */
+    bool is_zero;                 /* of the tensor in which that is, so far: nothing but zeros   */
+    uint64_t *files, n_files;     /* [n_files] one number for each file: another when it changed */
+    uint64_t *values, n_values;   /* [n_values] sums made so far; no values: n_values 0          */
 } k3_resume;
 
 /* Read `path` for the check with r->key, r->n_files and r->n_values; fills the rest, `files` and `values`

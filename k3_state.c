@@ -254,8 +254,8 @@ static void head_fields(head *h, head_field wide[N_WIDE], head_field narrow[N_NA
         {96, 96, &h->key[0]},        {104, 104, &h->key[1]},     {136, 136, &h->n_doubtful},
         {144, 56, &h->n_pos},        {0, 64, &h->n_app}};
     const head_field n[] = {{112, 112, &h->vocab_size}, {116, 116, &h->n_layers},
-                                    {120, 120, &h->kda_heads},  {124, 124, &h->kda_dim},
-                                    {128, 128, &h->kv_row},     {152, 0, &h->n_sections}};
+                            {120, 120, &h->kda_heads},  {124, 124, &h->kda_dim},
+                            {128, 128, &h->kv_row},     {152, 0, &h->n_sections}};
     STATIC_ASSERT(every_number_has_its_place,
                   sizeof w / sizeof *w == N_WIDE && sizeof n / sizeof *n == N_NARROW);
     memcpy(wide, w, sizeof w);

@@ -190,9 +190,10 @@ typedef struct {
 
 /* When all who are welcome are there, one place is left for who comes. */
 STATIC_ASSERT(one_place_is_left, MAX_STAGERS + MAX_LOOKERS < MAX_STATUS);
-STATIC_ASSERT(early_frames_fit, TIER_HELLO_BYTES <= TIER_MAX_EARLY && TIER_CHALLENGE_BYTES <= TIER_MAX_EARLY &&
-                                    TIER_PROOF_BYTES <= TIER_MAX_EARLY && TIER_WELCOME_BYTES <= TIER_MAX_EARLY &&
-                                    TIER_MAX_TEXT <= TIER_MAX_EARLY);
+STATIC_ASSERT(early_frames_fit,
+              TIER_HELLO_BYTES <= TIER_MAX_EARLY && TIER_CHALLENGE_BYTES <= TIER_MAX_EARLY &&
+                  TIER_PROOF_BYTES <= TIER_MAX_EARLY && TIER_WELCOME_BYTES <= TIER_MAX_EARLY &&
+                  TIER_MAX_TEXT <= TIER_MAX_EARLY);
 STATIC_ASSERT(staged_frames_fit, TIER_PIECE_BYTES + TIER_MAX_PIECE <= TIER_MAX_FRAME &&
                                      TIER_BEGIN_BYTES + TIER_MAX_CONFIG <= TIER_MAX_FRAME);
 STATIC_ASSERT(hello_has_a_role, TIER_HELLO_ROLE < TIER_HELLO_BYTES);
