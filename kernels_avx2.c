@@ -17,9 +17,22 @@
 #include "k3_common.h"
 #include "kernels.h"
 
-#include <immintrin.h>
+/* Register tiles over a panel: most rows and vectors, and all numbers of rows there are. */
+#define TILE_ROWS         3
+#define TILE_VECS         2
+#define EACH_TILE_ROWS(M) M(3) M(2) M(1)
 
-#define TILE static inline __attribute__((always_inline))
+/* Vectors, and rows in flight with them: at most 12 accumulators. From five vectors on the panel
+ * is no slower. */
+#define FEW_VECS          4
+#define FEW_GROUPS_BF16   32 /* 1024 columns */
+#define FEW_GROUPS_MXFP4  32
+#define EACH_FEW(M)       M(2, 3) M(3, 2) M(4, 1)
+
+/* Vectors of a chain and ymm of columns. */
+#define EACH_CHAIN_TILE(M) M(4, 2) M(1, 8)
+
+#include "kernels_panel.h"
 
 /* ---- Fold, and the MXFP4 tables ---------------------------------------------------- */
 
@@ -49,10 +62,6 @@ TILE float fold(__m256 lo, __m256 hi) {
     s, s | HI(M05(c)), s | HI(M10(c)), s | HI(M15(c)), s | HI(M20(c)), s | HI(M30(c)),      \
         s | HI(M40(c)), s | HI(M60(c))
 #define CODE(c)   { LO8(c), LO8(c), HI8(c, 0), HI8(c, NEG) }
-#define CODE4(c)  CODE((c)), CODE((c) + 1u), CODE((c) + 2u), CODE((c) + 3u)
-#define CODE16(c) CODE4((c)), CODE4((c) + 4u), CODE4((c) + 8u), CODE4((c) + 12u)
-#define CODE64(c) CODE16((c)), CODE16((c) + 16u), CODE16((c) + 32u), CODE16((c) + 48u)
-
 /* mxfp4_table[code]: the low bytes of the 16 nibbles' bf16, then the high bytes. Rows
  * 253..255 never meet a checked model; they only keep any byte inside the table. */
 static const uint8_t mxfp4_table[256][32] __attribute__((aligned(64))) = {
@@ -87,141 +96,171 @@ TILE pairs mxfp4_pairs(const uint8_t *q, uint8_t code) {
     return (pairs){_mm256_unpacklo_epi8(lo, hi), _mm256_unpackhi_epi8(lo, hi)};
 }
 
-/* What a row of weights is, so that one driver serves all three kinds. */
-enum kind { BF16, F32, MXFP4 };
-typedef struct {
-    const void *w;    /* bf16, f32 or nibbles   */
-    const uint8_t *s; /* scale codes            */
-    size_t ldw, n;    /* in elements            */
-} weights;
-
 /* ---- Batch 1 -------------------------------------------------------------------- */
 
-/* acc[row][vector][half]: lanes 0..7 of dot16 in half 0, 8..15 in half 1. */
-TILE void few_zero(const int R, const int V, __m256 acc[4][8][2]) {
-    for (int r = 0; r < R; r++)
-        for (int t = 0; t < V; t++) acc[r][t][0] = acc[r][t][1] = _mm256_setzero_ps();
-}
+/* Between rows of a block: clang otherwise shares the loads of x between rows, and spills weights
+ * for it. gcc does not, and is only disturbed by it. */
+#ifdef __clang__
+#define NEXT_ROW(R) \
+    if ((R) > 1) __asm__ volatile("" ::: "memory")
+#else
+#define NEXT_ROW(R) (void)(R)
+#endif
 
-/* Eight weights of one row times those places of V vectors. */
-TILE void few_add(const int V, __m256 acc[8][2], const int half, __m256 w, const float *x) {
-    for (int t = 0; t < V; t++)
+/* acc[vector][half]: lanes 0..7 of a row's dot16 in half 0, 8..15 in half 1. This is eight weights
+ * of the row times those places of V vectors. */
+TILE void add(const int V, __m256 acc[][2], const int half, __m256 w, const float *x) {
+    UNROLL for (int t = 0; t < V; t++)
         acc[t][half] = _mm256_fmadd_ps(w, _mm256_load_ps(x + t * K3_GROUP), acc[t][half]);
 }
 
-TILE void few_store(const int R, const int V, float *y, size_t ldy, __m256 acc[4][8][2]) {
-    for (int t = 0; t < V; t++)
-        for (int r = 0; r < R; r++)
-            y[(size_t)t * ldy + (size_t)r] = fold(acc[r][t][0], acc[r][t][1]);
-}
-
-/* One group of bf16 in one row. */
-TILE void bf16_group(const int V, __m256 acc[8][2], const uint16_t *p, const float *x) {
+/* One group of bf16 of one row. */
+TILE void bf16_group(const int V, __m256 acc[][2], const uint16_t *p, const float *x) {
     __m256i v0 = load32(p), v1 = load32(p + 16);
-    few_add(V, acc, 0, bf16_even(v0), x);
-    few_add(V, acc, 1, bf16_even(v1), x + 8);
-    few_add(V, acc, 0, bf16_odd(v0), x + 16);
-    few_add(V, acc, 1, bf16_odd(v1), x + 24);
+    add(V, acc, 0, bf16_even(v0), x);
+    add(V, acc, 1, bf16_even(v1), x + 8);
+    add(V, acc, 0, bf16_odd(v0), x + 16);
+    add(V, acc, 1, bf16_odd(v1), x + 24);
 }
 
 #define BF16_AHEAD 1024 /* bytes of one row to ask for in advance */
 
-/* R rows of bf16 against V vectors. The last, short group is copied to a padded one. */
-TILE void bf16_rows(const int R, const int V, float *y, size_t ldy, const uint16_t *w, size_t ldw,
-                    size_t n, const float *x) {
-    __m256 acc[4][8][2];
+/* R rows of bf16 against one vector. The last, short group is copied to a padded one. */
+TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t n,
+                    const float *x) {
+    __m256 acc[4][1][2];
+    UNROLL for (int r = 0; r < R; r++) acc[r][0][0] = acc[r][0][1] = _mm256_setzero_ps();
     size_t i = 0;
-    few_zero(R, V, acc);
-    for (; i + K3_GROUP <= n; i += K3_GROUP, x += V * K3_GROUP)
-        for (int r = 0; r < R; r++) {
+    for (; i + K3_GROUP <= n; i += K3_GROUP)
+        UNROLL for (int r = 0; r < R; r++) {
             const uint16_t *p = w + (size_t)r * ldw + i;
             _mm_prefetch((const char *)p + BF16_AHEAD, _MM_HINT_T0);
-            bf16_group(V, acc[r], p, x);
+            bf16_group(1, acc[r], p, x + i);
         }
     if (i < n)
-        for (int r = 0; r < R; r++) {
+        UNROLL for (int r = 0; r < R; r++) {
             uint16_t last[K3_GROUP] = {0};
             memcpy(last, w + (size_t)r * ldw + i, (n - i) * sizeof *last);
-            bf16_group(V, acc[r], last, x);
+            bf16_group(1, acc[r], last, x + i);
         }
-    few_store(R, V, y, ldy, acc);
+    UNROLL for (int r = 0; r < R; r++) y[r] = fold(acc[r][0][0], acc[r][0][1]);
 }
 
 static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
                         const float *x) {
     size_t r = 0;
-    for (; r + 4 <= n_rows; r += 4) bf16_rows(4, 1, y + r, 0, w + r * ldw, ldw, n, x);
-    for (; r < n_rows; r++) bf16_rows(1, 1, y + r, 0, w + r * ldw, ldw, n, x);
+    for (; r + 4 <= n_rows; r += 4) bf16_rows(4, y + r, w + r * ldw, ldw, n, x);
+    for (; r < n_rows; r++) bf16_rows(1, y + r, w + r * ldw, ldw, n, x);
 }
 
-/* R rows of MXFP4 against V vectors: R V <= 6. The next rows are asked for into L1, and what
- * follows 8 KiB later into L2: the L1 requests alone would wait for memory, and there are few
- * slots to wait in. */
-TILE void mxfp4_rows(const int R, const int V, float *y, size_t ldy, const uint8_t *q,
-                     const uint8_t *s, size_t n, const float *x) {
+/* One group of MXFP4 of one row. */
+TILE void mxfp4_group(const int V, __m256 acc[][2], const uint8_t *q, uint8_t code,
+                      const float *x) {
+    pairs w = mxfp4_pairs(q, code);
+    add(V, acc, 0, bf16_odd(w.even), x);
+    add(V, acc, 1, bf16_even(w.even), x + 8);
+    add(V, acc, 0, bf16_odd(w.odd), x + 16);
+    add(V, acc, 1, bf16_even(w.odd), x + 24);
+}
+
+/* R rows of MXFP4, 1 or 4, against one vector. While a block of rows is read, the next one is
+ * asked for line by line into L1, and what follows 8 KiB later into L2: the L1 requests alone
+ * would wait for memory, and there are few slots to wait in. */
+TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, size_t n,
+                     const float *x) {
     const size_t n_group = n / K3_GROUP, row = n / 2;
-    const char *pf = (const char *)q + (size_t)R * row, *pfs = (const char *)s + (size_t)R * n_group;
-    __m256 acc[4][8][2];
-    few_zero(R, V, acc);
-    for (const uint8_t *end = s + n_group; s < end; s++, q += 16, pf += R * 16, pfs += R) {
+    const char *pf = (const char *)q + (size_t)R * row;
+    const char *pfs = (const char *)s + (size_t)R * n_group;
+    const float *x_end = x + n;
+    __m256 acc[4][1][2];
+    UNROLL for (int r = 0; r < R; r++) acc[r][0][0] = acc[r][0][1] = _mm256_setzero_ps();
+    for (; x < x_end; x += K3_GROUP, q += 16, s++, pf += R * 16, pfs += R) {
         _mm_prefetch(pf, _MM_HINT_T0);
         _mm_prefetch(pf + 8192, _MM_HINT_T1);
         _mm_prefetch(pfs, _MM_HINT_T0);
-        for (int r = 0; r < R; r++) {
-            pairs w = mxfp4_pairs(q + (size_t)r * row, s[(size_t)r * n_group]);
-            few_add(V, acc[r], 0, bf16_odd(w.even), x);
-            few_add(V, acc[r], 1, bf16_even(w.even), x + 8);
-            few_add(V, acc[r], 0, bf16_odd(w.odd), x + 16);
-            few_add(V, acc[r], 1, bf16_even(w.odd), x + 24);
+        UNROLL for (int r = 0; r < R; r++) {
+            mxfp4_group(1, acc[r], q + (size_t)r * row, s[(size_t)r * n_group], x);
+            NEXT_ROW(R);
         }
-        x += V * K3_GROUP;
     }
-    few_store(R, V, y, ldy, acc);
+    UNROLL for (int r = 0; r < R; r++) y[r] = fold(acc[r][0][0], acc[r][0][1]);
 }
 
 /* Out of line, so that the loop has the registers to itself. */
 static __attribute__((noinline)) void mxfp4_rows4(float *y, const uint8_t *q, const uint8_t *s,
                                                   size_t n, const float *x) {
-    mxfp4_rows(4, 1, y, 0, q, s, n, x);
+    mxfp4_rows(4, y, q, s, n, x);
 }
 
 static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
                          const float *x) {
     size_t r = 0, n_group = n / K3_GROUP, row = n / 2;
     for (; r + 4 <= n_rows; r += 4) mxfp4_rows4(y + r, q + r * row, s + r * n_group, n, x);
-    for (; r < n_rows; r++) mxfp4_rows(1, 1, y + r, 0, q + r * row, s + r * n_group, n, x);
+    for (; r < n_rows; r++) mxfp4_rows(1, y + r, q + r * row, s + r * n_group, n, x);
 }
 
 /* ---- Few vectors ------------------------------------------------------------------ */
 
-/* R rows of either kind, from `row`, against the V vectors of a block. */
-TILE void few_rows(const enum kind kind, const int R, const int V, float *y, size_t ldy,
-                   const weights *m, size_t row, const float *x) {
-    const size_t n = m->n;
-    if (kind == BF16)
-        bf16_rows(R, V, y, ldy, (const uint16_t *)m->w + row * m->ldw, m->ldw, n, x);
-    else
-        mxfp4_rows(R, V, y, ldy, (const uint8_t *)m->w + row * (n / 2),
-                   m->s + row * (n / K3_GROUP), n, x);
+/* R rows of bf16 from p->row on, one part. The short group, where a row ends in one, is copied
+ * to a padded one. */
+TILE void few_bf16_rows(const int R, const int V, __m256 acc[4][4][2], const few_part *p,
+                        const float *x) {
+    const size_t ldw = p->m->ldw, left = p->m->n - p->g0 * K3_GROUP;
+    const uint16_t *w = (const uint16_t *)p->m->w + p->row * ldw + p->g0 * K3_GROUP;
+    size_t n_full = left < p->n_group * K3_GROUP ? p->n_group - 1 : p->n_group;
+    for (const float *end = x + n_full * V * K3_GROUP; x < end; x += V * K3_GROUP, w += K3_GROUP)
+        UNROLL for (int r = 0; r < R; r++) {
+            _mm_prefetch((const char *)(w + (size_t)r * ldw + p->ahead), _MM_HINT_T1);
+            bf16_group(V, acc[r], w + (size_t)r * ldw, x);
+            NEXT_ROW(R);
+        }
+    if (n_full < p->n_group)
+        UNROLL for (int r = 0; r < R; r++) {
+            uint16_t last[K3_GROUP] = {0};
+            memcpy(last, w + (size_t)r * ldw, left % K3_GROUP * sizeof *last);
+            bf16_group(V, acc[r], last, x);
+        }
 }
 
-#define FEW_VECS 4
-#define EACH_FEW(M) M(2, 3) M(3, 2) M(4, 1)
+/* The same of MXFP4; four groups of a row are a line of memory. */
+TILE void few_mxfp4_rows(const int R, const int V, __m256 acc[4][4][2], const few_part *p,
+                         const float *x) {
+    const size_t n = p->m->n, row = n / 2, s_row = n / K3_GROUP;
+    const uint8_t *q = (const uint8_t *)p->m->w + p->row * row + p->g0 * K3_GROUP / 2;
+    const uint8_t *s = p->m->s + p->row * s_row + p->g0, *end = s + p->n_group;
+    UNROLL for (int r = 0; r < R; r++)
+        _mm_prefetch((const char *)s + (size_t)r * s_row + p->ahead / K3_GROUP, _MM_HINT_T0);
+    while (s < end) {
+        const uint8_t *stop = end - s < 4 ? end : s + 4;
+        UNROLL for (int r = 0; r < R; r++) {
+            _mm_prefetch((const char *)q + (size_t)(R + r) * row, _MM_HINT_T0);
+            _mm_prefetch((const char *)q + (size_t)r * row + p->ahead / 2, _MM_HINT_T1);
+        }
+        for (; s < stop; s++, q += K3_GROUP / 2, x += V * K3_GROUP)
+            UNROLL for (int r = 0; r < R; r++) {
+                mxfp4_group(V, acc[r], q + (size_t)r * row, s[(size_t)r * s_row], x);
+                NEXT_ROW(R);
+            }
+    }
+}
+
+/* R rows of either kind, from p->row on, against V vectors. */
+TILE void few_rows(const enum kind kind, const int R, const int V, float *acc, const few_part *p,
+                   const float *x) {
+    __m256 a[4][4][2];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int t = 0; t < V; t++)
+            UNROLL for (int h = 0; h < 2; h++) a[r][t][h] = _mm256_load_ps(acc + (r * V + t) * 16 + h * 8);
+    if (kind == BF16) few_bf16_rows(R, V, a, p, x);
+    else few_mxfp4_rows(R, V, a, p, x);
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int t = 0; t < V; t++)
+            UNROLL for (int h = 0; h < 2; h++) _mm256_store_ps(acc + (r * V + t) * 16 + h * 8, a[r][t][h]);
+}
 
 /* ---- Batch > 1 ------------------------------------------------------------------- */
 
-#define TILE_ROWS 3
-#define TILE_VECS 2
-#define EACH_TILE_ROWS(M) M(3) M(2) M(1)
 TILE size_t tile_rows(size_t left) { return left < TILE_ROWS ? left : TILE_ROWS; }
-
-/* gcc would fold the load of a weight into each of its uses, and the tile would wait for its
- * loads; this makes it one. clang does the right thing and is only disturbed by it. */
-#if defined(__GNUC__) && !defined(__clang__)
-#define ONE_LOAD(v) __asm__("" : "+x"(v))
-#else
-#define ONE_LOAD(v) (void)(v)
-#endif
 
 /* One register tile: R rows x T vectors over n_group groups of the panel. */
 TILE void tile(const int R, const int T, float *acc, const float *w, const float *x,
@@ -275,9 +314,6 @@ TILE void widen_f32(float *to, const float *p) {
 TILE float fold_lanes(const float *lanes) {
     return fold(_mm256_load_ps(lanes), _mm256_load_ps(lanes + 8));
 }
-
-#define EACH_CHAIN_TILE(M) M(4, 2) M(1, 8)
-#include "kernels_panel.h"
 
 /* ---- Chains ----------------------------------------------------------------------- */
 

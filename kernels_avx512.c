@@ -21,9 +21,21 @@
 #include "k3_common.h"
 #include "kernels.h"
 
-#include <immintrin.h>
+/* Register tiles over a panel: most rows and vectors, and all numbers of rows there are. */
+#define TILE_ROWS         6
+#define TILE_VECS         4
+#define EACH_TILE_ROWS(M) M(6) M(4) M(2) M(1)
 
-#define TILE static inline __attribute__((always_inline))
+/* Vectors, and rows in flight with them: at most 24 accumulators. */
+#define FEW_VECS          8
+#define FEW_GROUPS_BF16   32 /* 1024 columns */
+#define FEW_GROUPS_MXFP4  SIZE_MAX
+#define EACH_FEW(M)       M(2, 4) M(3, 4) M(4, 4) M(5, 4) M(6, 4) M(7, 3) M(8, 3)
+
+/* Vectors of a chain and zmm of columns. */
+#define EACH_CHAIN_TILE(M) M(8, 3) M(4, 4) M(1, 8)
+
+#include "kernels_panel.h"
 
 /* ---- Fold, and the MXFP4 tables ---------------------------------------------------- */
 
@@ -48,22 +60,10 @@ TILE float fold(__m512 acc) {
 #define CODE(c)                                                                              \
     { 0, M05(c), M10(c), M15(c), M20(c), M30(c), M40(c), M60(c), NEG, NEG | M05(c),          \
       NEG | M10(c), NEG | M15(c), NEG | M20(c), NEG | M30(c), NEG | M40(c), NEG | M60(c) }
-#define CODE4(c)  CODE((c)), CODE((c) + 1u), CODE((c) + 2u), CODE((c) + 3u)
-#define CODE16(c) CODE4((c)), CODE4((c) + 4u), CODE4((c) + 8u), CODE4((c) + 12u)
-#define CODE64(c) CODE16((c)), CODE16((c) + 16u), CODE16((c) + 32u), CODE16((c) + 48u)
-
 /* mxfp4_table[code][nibble]. Rows 253..255 never meet a checked model; they only keep any
  * byte inside the table. */
 static const uint32_t mxfp4_table[256][16] __attribute__((aligned(64))) = {
     CODE64(0u), CODE64(64u), CODE64(128u), CODE64(192u)};
-
-/* What a row of weights is, so that one driver serves all three kinds. */
-enum kind { BF16, F32, MXFP4 };
-typedef struct {
-    const void *w;    /* bf16, f32 or nibbles   */
-    const uint8_t *s; /* scale codes            */
-    size_t ldw, n;    /* in elements            */
-} weights;
 
 /* ---- Batch 1 -------------------------------------------------------------------- */
 
@@ -175,97 +175,86 @@ static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_
 
 /* ---- Few vectors ------------------------------------------------------------------ */
 
-/* gcc would fold the load of an x into each of its uses, and the loop would wait for its
- * loads; this makes it one. clang does the right thing and is only disturbed by it. */
-#if defined(__GNUC__) && !defined(__clang__)
-#define ONE_LOAD(v) __asm__("" : "+v"(v))
-#else
-#define ONE_LOAD(v) (void)(v)
-#endif
-
-/* One half of a group, evens or odds: acc[t][r] += w[r] * x[t]. */
-TILE void few_add(const int R, const int V, __m512 acc[8][4], const __m512 w[4], const float *x) {
-    for (int t = 0; t < V; t++) {
+/* One half of a group, evens or odds: acc[r][t] += w[r] * x[t]. */
+TILE void add(const int R, const int V, __m512 acc[4][8], const __m512 w[4], const float *x) {
+    UNROLL for (int t = 0; t < V; t++) {
         __m512 xt = _mm512_load_ps(x + t * K3_GROUP);
         ONE_LOAD(xt);
-        for (int r = 0; r < R; r++) acc[t][r] = _mm512_fmadd_ps(w[r], xt, acc[t][r]);
+        UNROLL for (int r = 0; r < R; r++) acc[r][t] = _mm512_fmadd_ps(w[r], xt, acc[r][t]);
     }
 }
 
-/* R rows of bf16 against V vectors: one group, of which the elements under `mask` exist. */
-TILE void few_bf16_group(const int R, const int V, __m512 acc[8][4], const uint16_t *p, size_t ldw,
-                         __mmask32 mask, const float *x) {
+/* R rows of bf16 from p->row on, one part; of the last group of a row only what there is. */
+TILE void few_bf16_rows(const int R, const int V, __m512 acc[4][8], const few_part *p,
+                        const float *x) {
+    const size_t ldw = p->m->ldw, left = p->m->n - p->g0 * K3_GROUP;
+    const uint16_t *w = (const uint16_t *)p->m->w + p->row * ldw + p->g0 * K3_GROUP;
+    size_t n_full = left < p->n_group * K3_GROUP ? p->n_group - 1 : p->n_group;
     __m512 even[4], odd[4];
-    for (int r = 0; r < R; r++) {
-        const uint16_t *at = p + (size_t)r * ldw;
-        __m512i v;
-        if (mask == 0xffffffffu) {
-            _mm_prefetch((const char *)at + BF16_AHEAD_L1, _MM_HINT_T0);
-            _mm_prefetch((const char *)at + BF16_AHEAD_L2, _MM_HINT_T1);
-            v = _mm512_loadu_si512(at);
-        } else {
-            v = _mm512_maskz_loadu_epi16(mask, at);
+    for (const float *end = x + n_full * V * K3_GROUP; x < end; x += V * K3_GROUP, w += K3_GROUP) {
+        UNROLL for (int r = 0; r < R; r++) {
+            __m512i v = _mm512_loadu_si512(w + (size_t)r * ldw);
+            _mm_prefetch((const char *)(w + (size_t)r * ldw + p->ahead), _MM_HINT_T1);
+            even[r] = bf16_even(v);
+            odd[r] = bf16_odd(v);
         }
-        even[r] = bf16_even(v);
-        odd[r] = bf16_odd(v);
+        add(R, V, acc, even, x);
+        add(R, V, acc, odd, x + 16);
     }
-    few_add(R, V, acc, even, x);
-    few_add(R, V, acc, odd, x + 16);
-}
-
-/* The same of MXFP4. Bytes become words here, so that the lanes come in the order of dot16:
- * the permutations of x that batch 1 does would be two for every vector. */
-TILE void few_mxfp4_group(const int R, const int V, __m512 acc[8][4], const uint8_t *q, size_t row,
-                          const uint8_t *s, size_t n_group, const float *x) {
-    __m512i v[4];
-    __m512 even[4], odd[4];
-    for (int r = 0; r < R; r++) {
-        __m512 table = _mm512_load_ps(mxfp4_table[s[(size_t)r * n_group]]);
-        v[r] = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(q + (size_t)r * row)));
-        even[r] = _mm512_permutexvar_ps(v[r], table);
-        odd[r] = _mm512_permutexvar_ps(_mm512_srli_epi32(v[r], 4), table);
-    }
-    few_add(R, V, acc, even, x);
-    few_add(R, V, acc, odd, x + 16);
-}
-
-/* R rows of either kind, from `row`, against the V vectors of a block. */
-TILE void few_rows(const enum kind kind, const int R, const int V, float *y, size_t ldy,
-                   const weights *m, size_t row, const float *x) {
-    const size_t n = m->n, n_group = n / K3_GROUP;
-    __m512 acc[8][4];
-    for (int t = 0; t < V; t++)
-        for (int r = 0; r < R; r++) acc[t][r] = _mm512_setzero_ps();
-    if (kind == BF16) {
-        const uint16_t *p = (const uint16_t *)m->w + row * m->ldw;
-        for (size_t g = 0; g < n_group; g++, p += K3_GROUP, x += V * K3_GROUP)
-            few_bf16_group(R, V, acc, p, m->ldw, 0xffffffffu, x);
-        if (n % K3_GROUP)
-            few_bf16_group(R, V, acc, p, m->ldw, (__mmask32)((1u << n % K3_GROUP) - 1), x);
-    } else {
-        const uint8_t *q = (const uint8_t *)m->w + row * (n / 2), *s = m->s + row * n_group;
-        const char *pf = (const char *)q + (size_t)R * (n / 2);
-        const char *pfs = (const char *)s + (size_t)R * n_group;
-        for (const uint8_t *end = s + n_group; s < end; s++, q += 16, pf += R * 16, pfs += R) {
-            _mm_prefetch(pf, _MM_HINT_T0);
-            _mm_prefetch(pf + 8192, _MM_HINT_T1);
-            _mm_prefetch(pfs, _MM_HINT_T0);
-            few_mxfp4_group(R, V, acc, q, n / 2, s, n_group, x);
-            x += V * K3_GROUP;
+    if (n_full < p->n_group) {
+        __mmask32 mask = (__mmask32)((1u << left % K3_GROUP) - 1);
+        UNROLL for (int r = 0; r < R; r++) {
+            __m512i v = _mm512_maskz_loadu_epi16(mask, w + (size_t)r * ldw);
+            even[r] = bf16_even(v);
+            odd[r] = bf16_odd(v);
         }
+        add(R, V, acc, even, x);
+        add(R, V, acc, odd, x + 16);
     }
-    for (int t = 0; t < V; t++)
-        for (int r = 0; r < R; r++) y[(size_t)t * ldy + (size_t)r] = fold(acc[t][r]);
 }
 
-#define FEW_VECS 8
-#define EACH_FEW(M) M(2, 4) M(3, 4) M(4, 4) M(5, 4) M(6, 4) M(7, 3) M(8, 3)
+/* The same of MXFP4, whole rows. Bytes become words here, so that the lanes come in the order of
+ * dot16: the permutations of x that batch 1 does would be two for every vector. Memory is asked
+ * ahead as there. */
+TILE void few_mxfp4_rows(const int R, const int V, __m512 acc[4][8], const few_part *p,
+                         const float *x) {
+    const size_t row = p->m->n / 2, n_group = p->n_group;
+    const uint8_t *q = (const uint8_t *)p->m->w + p->row * row;
+    const uint8_t *s = p->m->s + p->row * n_group;
+    const char *pf = (const char *)q + (size_t)R * row;
+    const char *pfs = (const char *)s + (size_t)R * n_group;
+    for (const uint8_t *end = s + n_group; s < end; s++, q += 16, pf += R * 16, pfs += R) {
+        __m512 even[4], odd[4];
+        _mm_prefetch(pf, _MM_HINT_T0);
+        _mm_prefetch(pf + 8192, _MM_HINT_T1);
+        _mm_prefetch(pfs, _MM_HINT_T0);
+        UNROLL for (int r = 0; r < R; r++) {
+            __m512 table = _mm512_load_ps(mxfp4_table[s[(size_t)r * n_group]]);
+            __m512i v =
+                _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(q + (size_t)r * row)));
+            even[r] = _mm512_permutexvar_ps(v, table);
+            odd[r] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), table);
+        }
+        add(R, V, acc, even, x);
+        add(R, V, acc, odd, x + 16);
+        x += V * K3_GROUP;
+    }
+}
+
+/* R rows of either kind, from p->row on, against V vectors. */
+TILE void few_rows(const enum kind kind, const int R, const int V, float *acc, const few_part *p,
+                   const float *x) {
+    __m512 a[4][8];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int t = 0; t < V; t++) a[r][t] = _mm512_load_ps(acc + (r * V + t) * 16);
+    if (kind == BF16) few_bf16_rows(R, V, a, p, x);
+    else few_mxfp4_rows(R, V, a, p, x);
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int t = 0; t < V; t++) _mm512_store_ps(acc + (r * V + t) * 16, a[r][t]);
+}
 
 /* ---- Batch > 1 ------------------------------------------------------------------- */
 
-#define TILE_ROWS 6
-#define TILE_VECS 4
-#define EACH_TILE_ROWS(M) M(6) M(4) M(2) M(1)
 TILE size_t tile_rows(size_t left) {
     return left >= 6 && left != 8 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
 }
@@ -311,9 +300,6 @@ TILE void widen_f32(float *to, const float *p) {
 }
 
 TILE float fold_lanes(const float *lanes) { return fold(_mm512_load_ps(lanes)); }
-
-#define EACH_CHAIN_TILE(M) M(8, 3) M(4, 4) M(1, 8)
-#include "kernels_panel.h"
 
 /* ---- Chains ----------------------------------------------------------------------- */
 

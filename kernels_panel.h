@@ -1,19 +1,102 @@
 /* kernels_panel.h - what the AVX2 and the AVX-512 kernels have in common: who calls which
  * tile with which rows and vectors. The tiles themselves are each set's own.
  *
- * Included once, in the middle of kernels_<set>.c, which defines before it:
+ * Included once by kernels_<set>.c, which defines before it:
  *
- *   TILE                  static inline, always inlined: a constant argument makes an instance
- *   TILE_ROWS, TILE_VECS  most rows and most vectors of a register tile
- *   EACH_TILE_ROWS(M)     M(R) for every R that tile_rows() returns
- *   tile_rows(left)       rows of the next tile when `left` rows are left
- *   tile(R, T, ...)       R rows x T vectors over n_group groups of the panel
- *   widen_bf16, widen_mxfp4, widen_f32    one group of weights to 16 evens | 16 odds
- *   fold_lanes(lanes)     the fold of dot16 over 16 floats in memory, 64-byte aligned
- *   matvec_bf16, matvec_mxfp4             one vector
- */
+ *   TILE_ROWS, TILE_VECS   most rows and most vectors of a register tile over a panel
+ *   EACH_TILE_ROWS(M)      M(R) for every R that tile_rows() returns
+ *   FEW_VECS               most vectors that need no panel
+ *   EACH_FEW(M)            M(V, R): V vectors, of 2 .. FEW_VECS, and rows in flight with them
+ *   FEW_GROUPS_<KIND>      groups of columns at a time for these
+ *   EACH_CHAIN_TILE(M)     M(T, J): T vectors and J registers of columns, most vectors first
+ *
+ * and after it the functions declared in "What each set defines". */
 #ifndef K3_KERNELS_PANEL_H
 #define K3_KERNELS_PANEL_H
+
+#include <immintrin.h>
+
+/* A constant argument makes an instance of such a function. */
+#define TILE static inline __attribute__((always_inline))
+
+/* Small loops over registers must unroll, or gcc moves the arrays through memory. clang knows to,
+ * and with its pragma leaves them there. */
+#ifdef __clang__
+#define UNROLL
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+
+/* gcc would fold a load into each of its uses, and the loop would wait for its loads; this makes
+ * it one. clang does the right thing and is only disturbed by it. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define ONE_LOAD(v) __asm__("" : "+v"(v))
+#else
+#define ONE_LOAD(v) (void)(v)
+#endif
+
+/* Tables of 256 scale codes out of CODE(c), the table of one. */
+#define CODE4(c)  CODE((c)), CODE((c) + 1u), CODE((c) + 2u), CODE((c) + 3u)
+#define CODE16(c) CODE4((c)), CODE4((c) + 4u), CODE4((c) + 8u), CODE4((c) + 12u)
+#define CODE64(c) CODE16((c)), CODE16((c) + 16u), CODE16((c) + 32u), CODE16((c) + 48u)
+
+/* What a row of weights is, so that one driver serves all three kinds. */
+enum kind { BF16, F32, MXFP4 };
+typedef struct {
+    const void *w;    /* bf16, f32 or nibbles   */
+    const uint8_t *s; /* scale codes            */
+    size_t ldw, n;    /* in elements            */
+} weights;
+
+/* One step of a block: n_group groups from g0 on, of rows from `row` on. */
+typedef struct {
+    const weights *m;
+    size_t row, g0, n_group;
+    size_t ahead; /* weights that far on in memory, in elements, are needed next */
+} few_part;
+
+/* The operands of one head of the KDA recurrence, as in the contract. */
+typedef struct {
+    size_t d, n_tok, ldv, ldb, ldo;
+    const float *a, *k, *q, *val, *beta;
+    float *o;
+} kda_args;
+
+/* ---- What each set defines ------------------------------------------------------------ */
+
+/* One vector. */
+static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
+                        const float *x);
+static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
+                         const float *x);
+
+/* One group of weights to 16 evens | 16 odds, 64-byte aligned. Of bf16 `left` elements remain in
+ * the row. */
+TILE void widen_bf16(float *to, const uint16_t *p, size_t left);
+TILE void widen_mxfp4(float *to, const uint8_t *p, uint8_t code);
+TILE void widen_f32(float *to, const float *p);
+
+/* The fold of dot16 over 16 floats in memory, 64-byte aligned. */
+TILE float fold_lanes(const float *lanes);
+
+/* Rows of the next tile when `left` are left: R of EACH_TILE_ROWS. */
+TILE size_t tile_rows(size_t left);
+
+/* acc[T][R][16] += panel . x for R rows and T vectors, over n_group groups; x_group floats from a
+ * group of x to the next. */
+TILE void tile(const int R, const int T, float *acc, const float *w, const float *x,
+               size_t x_group, size_t n_group);
+
+/* acc[R][V][16] += W[p->row + r] . x[t] over the groups of a part. x: f32[n_group][V][32]. */
+TILE void few_rows(const enum kind kind, const int R, const int V, float *acc, const few_part *p,
+                   const float *x);
+
+/* All columns of W for T vectors, J registers of columns at a time. */
+TILE void chain_cols(const enum kind kind, const int T, const int J, float *y, size_t ldy,
+                     const void *w, size_t ldw, size_t n_i, size_t n_j, const float *c,
+                     size_t ldc);
+
+/* ---- Panels --------------------------------------------------------------------------- */
 
 #define PANEL_GROUPS 8  /* 256 columns: panel and x share L1     */
 #define STRIP        32 /* most vectors at a time                */
@@ -120,40 +203,77 @@ TILE void matmul(const enum kind kind, float *y, size_t ldy, const weights *m, s
 
 /* ---- Few vectors ------------------------------------------------------------------------
  *
- * Up to FEW_VECS vectors: a block of rows is decoded in registers, each weight once, and
- * multiplied into all vectors at once; nothing is stored and read again. An instance for
- * every number of vectors and rows, out of line, so that its loop has the registers to
- * itself. */
-typedef void (*few_fn)(float *y, size_t ldy, const weights *m, size_t row, const float *x);
+ * For 2 to FEW_VECS vectors a panel costs more than it saves. Here a weight is decoded in
+ * registers, once for all vectors, and so many rows are in flight as accumulators fit. The
+ * vectors together are larger than L1. Where a block of few rows reads them from L2 too often,
+ * columns are the outer loop: so many groups of x stay in L1 while FEW_BLOCK rows pass, and the
+ * accumulators rest in memory until the next groups. The set says how many groups
+ * (FEW_GROUPS_<KIND>). */
+#define FEW_BLOCK 24 /* rows; a multiple of the rows of every instance */
 
+typedef void (*few_fn)(float *acc, const few_part *p, const float *x);
+
+/* An instance for every number of vectors and rows, out of line, so that its loop has the
+ * registers to itself. */
 #define FEW_FN(KIND, V, NAME, R)                                                             \
     static __attribute__((noinline)) void few_##KIND##_##V##_##NAME(                         \
-        float *y, size_t ldy, const weights *m, size_t row, const float *x) {                \
-        few_rows(KIND, R, V, y + row, ldy, m, row, x);                                       \
+        float *acc, const few_part *p, const float *x) {                                     \
+        few_rows(KIND, R, V, acc, p, x);                                                     \
     }
 #define FEW_FNS(V, R)                                                                        \
     FEW_FN(BF16, V, most, R) FEW_FN(BF16, V, two, 2) FEW_FN(BF16, V, one, 1)                 \
     FEW_FN(MXFP4, V, most, R) FEW_FN(MXFP4, V, two, 2) FEW_FN(MXFP4, V, one, 1)
 EACH_FEW(FEW_FNS)
+#define FEW_FITS(V, R) \
+    typedef char few_##V##_fits[(V) >= 2 && (V) <= FEW_VECS && FEW_BLOCK % (R) == 0 ? 1 : -1];
+EACH_FEW(FEW_FITS)
+typedef char few_is_one_block[FEW_VECS <= K3_XBLOCK ? 1 : -1]; /* so that x is one block */
 
-/* The instances for one number of vectors: of the most rows, of two and of one. */
+/* Groups at a time, and the instances for one number of vectors: of the most rows, of two and
+ * of one. */
 typedef struct {
-    size_t most_rows;
+    size_t n_group, most_rows;
     few_fn most, two, one;
 } few_set;
-#define FEW_SET(KIND, V, R) \
-    [V] = {R, few_##KIND##_##V##_most, few_##KIND##_##V##_two, few_##KIND##_##V##_one},
+#define FEW_SET(KIND, V, R)                                                                  \
+    [V] = {FEW_GROUPS_##KIND, R, few_##KIND##_##V##_most, few_##KIND##_##V##_two,            \
+           few_##KIND##_##V##_one},
 #define FEW_BF16(V, R)  FEW_SET(BF16, V, R)
 #define FEW_MXFP4(V, R) FEW_SET(MXFP4, V, R)
 static const few_set few_bf16[FEW_VECS + 1] = {EACH_FEW(FEW_BF16)};
 static const few_set few_mxfp4[FEW_VECS + 1] = {EACH_FEW(FEW_MXFP4)};
 
+/* n_rows rows of a part, which begins at row p.row; row_floats of acc belong to one row. */
+static void few_block(const few_set *f, float *acc, size_t row_floats, few_part p, size_t n_rows,
+                      const float *x) {
+    size_t step;
+    for (; n_rows; n_rows -= step, p.row += step, acc += step * row_floats) {
+        few_fn fn = n_rows >= f->most_rows ? f->most : n_rows >= 2 ? f->two : f->one;
+        step = n_rows >= f->most_rows ? f->most_rows : n_rows >= 2 ? 2 : 1;
+        fn(acc, &p, x);
+    }
+}
+
 static void few_vectors(const few_set *f, float *y, size_t ldy, const weights *m, size_t n_rows,
-                        const float *x) {
-    size_t r = 0;
-    for (; r + f->most_rows <= n_rows; r += f->most_rows) f->most(y, ldy, m, r, x);
-    for (; r + 2 <= n_rows; r += 2) f->two(y, ldy, m, r, x);
-    if (r < n_rows) f->one(y, ldy, m, r, x);
+                        const float *x, size_t batch) {
+    float acc[FEW_BLOCK * FEW_VECS * 16] __attribute__((aligned(64)));
+    const size_t n_group = k3_pad(m->n) / K3_GROUP;
+    const size_t step = f->n_group < n_group ? f->n_group : n_group;
+    for (size_t r0 = 0; r0 < n_rows; r0 += FEW_BLOCK) {
+        size_t n_block = n_rows - r0 < FEW_BLOCK ? n_rows - r0 : FEW_BLOCK;
+        memset(acc, 0, n_block * batch * 16 * sizeof *acc);
+        for (size_t g0 = 0; g0 < n_group; g0 += step) {
+            few_part p = {m, r0, g0, step, step * K3_GROUP};
+            if (g0 + step >= n_group) { /* the next part is in the next block */
+                p.n_group = n_group - g0;
+                p.ahead = FEW_BLOCK * m->ldw - g0 * K3_GROUP;
+            }
+            few_block(f, acc, batch * 16, p, n_block, x + g0 * batch * K3_GROUP);
+        }
+        for (size_t t = 0; t < batch; t++)
+            for (size_t r = 0; r < n_block; r++)
+                y[t * ldy + r0 + r] = fold_lanes(acc + (r * batch + t) * 16);
+    }
 }
 
 /* ---- The table's functions ------------------------------------------------------------ */
@@ -164,7 +284,7 @@ static void matmul_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, siz
     if (batch == 1)
         matvec_bf16(y, w, ldw, n_rows, n, xp);
     else if (batch <= FEW_VECS)
-        few_vectors(&few_bf16[batch], y, ldy, &m, n_rows, xp);
+        few_vectors(&few_bf16[batch], y, ldy, &m, n_rows, xp, batch);
     else
         matmul(BF16, y, ldy, &m, n_rows, xp, batch);
 }
@@ -181,19 +301,11 @@ static void matmul_mxfp4(float *y, size_t ldy, const uint8_t *q, const uint8_t *
     if (batch == 1)
         matvec_mxfp4(y, q, s, n_rows, n, xp);
     else if (batch <= FEW_VECS)
-        few_vectors(&few_mxfp4[batch], y, ldy, &m, n_rows, xp);
+        few_vectors(&few_mxfp4[batch], y, ldy, &m, n_rows, xp, batch);
     else
         matmul(MXFP4, y, ldy, &m, n_rows, xp, batch);
 }
 
-/* ---- What chains and the KDA recurrence share ----------------------------------------- */
-
-/* All columns of W for T vectors, J registers of columns at a time; each set's own. */
-TILE void chain_cols(const enum kind kind, const int T, const int J, float *y, size_t ldy,
-                     const void *w, size_t ldw, size_t n_i, size_t n_j, const float *c,
-                     size_t ldc);
-
-/* EACH_CHAIN_TILE(M): M(T, J) for every T of a tile, most vectors first, 1 last. */
 TILE void chain(const enum kind kind, float *y, size_t ldy, const void *w, size_t ldw, size_t n_i,
                 size_t n_j, const float *c, size_t ldc, size_t batch) {
     size_t t = 0;
@@ -212,12 +324,5 @@ static void chain_f32(float *y, size_t ldy, const float *w, size_t ldw, size_t n
                       const float *c, size_t ldc, size_t batch) {
     chain(F32, y, ldy, w, ldw, n_i, n_j, c, ldc, batch);
 }
-
-/* The operands of one head, as in the contract. */
-typedef struct {
-    size_t d, n_tok, ldv, ldb, ldo;
-    const float *a, *k, *q, *val, *beta;
-    float *o;
-} kda_args;
 
 #endif
