@@ -3684,7 +3684,7 @@ static void chat_settings(chat *c, const cli_args *a) {
     c->has_color =
         c->is_terminal && c->is_screen && terminal && *terminal && strcmp(terminal, "dumb") != 0;
     c->hides_think = a->hide_think;
-    console_init(&c->con, a);
+    console_init(&c->con, a->quiet);
 }
 
 /* Locale for libedit: its characters are UTF-8 wherever the user is. Numbers stay in C's. */

@@ -560,7 +560,7 @@ int bench_hop(const cli_args *a) {
     console con;
     uint32_t *ids = NULL;
     h = (hop){.a = a};
-    console_init(&con, a);
+    console_init(&con, a->quiet);
     int rc = hop_check(a);
     if (rc == DONE) rc = hop_open(&h, &con);
     if (rc == DONE) rc = hop_memory(&h);

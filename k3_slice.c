@@ -168,7 +168,7 @@ typedef struct {
 static int job_open(job *j, const cli_args *a) {
     k3_error err = {{0}};
     memset(j, 0, sizeof *j);
-    console_init(&j->con, a);
+    console_init(&j->con, a->quiet);
     int rc = model_find(a, &j->dir);
     if (rc != DONE) return rc;
     signals_catch();

@@ -14,8 +14,6 @@ static const uint64_t PROMPT[] = {100, 1000, 10000};
 
 /* ---- Bytes ---- */
 
-static uint64_t moe_layers(const k3_shape *sh) { return sh->n_layers - sh->n_dense; }
-
 double forecast_distinct(uint32_t n_experts, uint32_t top_k, uint64_t n_pos) {
     if (n_experts == 0) return 0;
     double miss = 1.0 - (double)top_k / (double)n_experts;
