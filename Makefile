@@ -59,10 +59,9 @@ KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/k3_temp.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 # The k3 program: what tests link too, and what belongs to its main.
-CLI      = $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(BUILD)/k3_gpu.o \
-           $(patsubst %,$(BUILD)/cli/%.o,console output options inputs generate screen place \
-             run bench bench_kernels replay reader where verify plan forecast info tokenize cache \
-             calls complete)
+CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options inputs generate screen place gpu \
+             run bench bench_kernels replay reader hop where verify plan forecast info tokenize cache \
+             slice chat calls complete)
 CLI_MAIN = $(patsubst %,$(BUILD)/cli/%.o,main help manual)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
@@ -144,7 +143,7 @@ $(BUILD)/cli/place.o: cli/place.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(PLACE_DIRS) -c -o $@ $<
 
-$(BUILD)/k3_chat.o: k3_chat.c | $(BUILD)
+$(BUILD)/cli/chat.o: cli/chat.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(K3_EDIT:%=-DK3_HAVE_lib%) -c -o $@ $<
 
@@ -197,7 +196,7 @@ $(BUILD)/test_state: tests/test_state.c $(BUILD)/k3_state.o $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
-$(BUILD)/test_xtml: tests/test_xtml.c $(filter-out %/k3_chat.o,$(CLI)) $(ENGINE)
+$(BUILD)/test_xtml: tests/test_xtml.c $(filter-out %/chat.o,$(CLI)) $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
@@ -319,7 +318,7 @@ SAID       = '$(subst ','\'',$(SAID_$(@F)))'
 $(KERNELS) $(ENGINE) $(CLI) $(CLI_MAIN) $(TESTS) $(REPLAYS) $(addprefix $(BUILD)/,tier_tls.o \
   tier_server.o tier_server_gpu.o gpu_bench.o test_gpu): $(BUILD)/flags
 $(BUILD)/k3 $(BUILD)/k3-tier $(TESTS) $(REPLAYS): $(BUILD)/links
-$(BUILD)/k3_chat.o: $(BUILD)/own
+$(BUILD)/cli/chat.o: $(BUILD)/own
 $(BUILD)/cli/place.o: $(BUILD)/place
 $(BUILD)/gpu_tier.o: $(BUILD)/nvcc
 

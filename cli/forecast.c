@@ -1,14 +1,16 @@
 /* forecast.c - bytes, operations and seconds to the first token (forecast.h). */
 #include "cli/forecast.h"
 
+#include "cli/console.h"
+#include "cli/inputs.h"
 #include "experts.h"
-#include "k3_cli.h"
 #include "kernels.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static const uint64_t PROMPT[] = {100, 1000, 10000};
 
