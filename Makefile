@@ -58,8 +58,11 @@ PLACE_DIRS := -DK3_SOURCE_DIR='"$(CURDIR)"' -DK3_BUILD_DIR='"$(abspath $(BUILD))
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
-COMMANDS = $(BUILD)/k3_chat.o $(BUILD)/k3_slice.o $(BUILD)/k3_hop.o $(BUILD)/k3_gpu.o
-COMMANDS += $(addprefix $(BUILD)/cli/,screen.o place.o resume.o forecast.o manual.o where.o calls.o complete.o)
+# The k3 program: what tests link too, and what belongs to its main.
+CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options inputs generate screen place gpu \
+             run bench bench_kernels replay reader hop where verify resume plan forecast info tokenize cache \
+             slice chat calls complete)
+CLI_MAIN = $(patsubst %,$(BUILD)/cli/%.o,main help manual)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
           $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/test_pool $(BUILD)/tier_chaos $(BUILD)/tls_bad \
@@ -97,7 +100,7 @@ help:
 	@echo "make clean       remove $(BUILD) and the other builds"
 	@echo "Variables, the same for each of them: CC CFLAGS LDFLAGS BUILD PREFIX V=1; CURL=0: no TLS and no proxies to far boxes"
 
-$(BUILD)/k3: $(BUILD)/k3_cli.o $(COMMANDS) $(ENGINE)
+$(BUILD)/k3: $(CLI_MAIN) $(CLI) $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
@@ -140,7 +143,7 @@ $(BUILD)/cli/place.o: cli/place.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(PLACE_DIRS) -c -o $@ $<
 
-$(BUILD)/k3_chat.o: k3_chat.c | $(BUILD)
+$(BUILD)/cli/chat.o: cli/chat.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(K3_EDIT:%=-DK3_HAVE_lib%) -c -o $@ $<
 
@@ -193,12 +196,7 @@ $(BUILD)/test_state: tests/test_state.c $(BUILD)/k3_state.o $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
-# The program without its main.
-$(BUILD)/k3_cli_test.o: k3_cli.c | $(BUILD)
-	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Dmain=k3_main -Wno-missing-prototypes -c -o $@ $<
-
-$(BUILD)/test_xtml: tests/test_xtml.c $(BUILD)/k3_cli_test.o $(filter-out %/k3_chat.o,$(COMMANDS)) $(ENGINE)
+$(BUILD)/test_xtml: tests/test_xtml.c $(filter-out %/chat.o,$(CLI)) $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
@@ -206,7 +204,7 @@ $(BUILD)/test_screen: tests/test_screen.c $(BUILD)/cli/screen.o
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $< $(BUILD)/cli/screen.o
 
-$(BUILD)/test_forecast: tests/test_forecast.c $(BUILD)/k3_cli_test.o $(COMMANDS) $(ENGINE)
+$(BUILD)/test_forecast: tests/test_forecast.c $(CLI) $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
@@ -317,10 +315,10 @@ SAID_own   = edit $(K3_EDIT)
 SAID_place = $(PLACE_DIRS)
 SAID_nvcc  = $(NVCC) $(NVCC_BITS) $(GPU_ARCHS)
 SAID       = '$(subst ','\'',$(SAID_$(@F)))'
-$(KERNELS) $(ENGINE) $(COMMANDS) $(TESTS) $(REPLAYS) $(addprefix $(BUILD)/,k3_cli.o k3_cli_test.o \
-  tier_tls.o tier_server.o tier_server_gpu.o gpu_bench.o test_gpu): $(BUILD)/flags
+$(KERNELS) $(ENGINE) $(CLI) $(CLI_MAIN) $(TESTS) $(REPLAYS) $(addprefix $(BUILD)/,tier_tls.o \
+  tier_server.o tier_server_gpu.o gpu_bench.o test_gpu): $(BUILD)/flags
 $(BUILD)/k3 $(BUILD)/k3-tier $(TESTS) $(REPLAYS): $(BUILD)/links
-$(BUILD)/k3_chat.o: $(BUILD)/own
+$(BUILD)/cli/chat.o: $(BUILD)/own
 $(BUILD)/cli/place.o: $(BUILD)/place
 $(BUILD)/gpu_tier.o: $(BUILD)/nvcc
 

@@ -1,20 +1,20 @@
 /* forecast.c - bytes, operations and seconds to the first token (forecast.h). */
 #include "cli/forecast.h"
 
+#include "cli/console.h"
+#include "cli/inputs.h"
 #include "experts.h"
-#include "k3_cli.h"
 #include "kernels.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static const uint64_t PROMPT[] = {100, 1000, 10000};
 
 /* ---- Bytes ---- */
-
-static uint64_t moe_layers(const k3_shape *sh) { return sh->n_layers - sh->n_dense; }
 
 double forecast_distinct(uint32_t n_experts, uint32_t top_k, uint64_t n_pos) {
     if (n_experts == 0) return 0;

@@ -1,8 +1,9 @@
 /* where.c - the time of a pass, divided: what the engine noted (k3_stats.part_ns) beside what memory gives. */
 #include "cli/where.h"
 
+#include "cli/console.h"
+#include "cli/output.h"
 #include "experts.h"
-#include "k3_cli.h"
 #include "k3_common.h"
 #include "k3_pool.h"
 

@@ -3,11 +3,11 @@
  * A reply is rendered from an OpenAI message, read back by its ids and compared; cut at every id
  * and closed; damaged and shuffled. What reply_close adds must always end the message in one
  * well-formed way. Notes of a state file are taken only when all of them are right. Includes
- * k3_chat.c, to reach its statics; k3_cli.c is linked without its main.
+ * cli/chat.c, to reach its statics; the rest of the program is linked without its main.
  */
 #include "test.h"
 
-#include "../k3_chat.c"
+#include "../cli/chat.c"
 
 static k3_tokenizer *t;
 static chat_marks marks;

@@ -1,4 +1,4 @@
-/* k3_hop.c - `k3 bench --hop`: what a request to a far box takes, part by part.
+/* hop.c - `k3 bench --hop`: what a request to a far box takes, part by part.
  *
  *   1 The box and what it holds      3 One request, timed
  *   2 Questions and their answers    4 Rows, the sustain, the command
@@ -8,9 +8,14 @@
  * are computed here too, once, so that each answer is also compared: a wrong bit is exit 5, as are a
  * request without an answer and a box whose memory grows.
  */
-#include "experts.h"
-#include "k3_cli.h"
+#include "cli/commands.h"
 
+#include "cli/console.h"
+#include "cli/inputs.h"
+#include "cli/options.h"
+#include "cli/output.h"
+#include "experts.h"
+#include "k3_common.h"
 #include "tier.h"
 
 #include <arpa/inet.h>
@@ -562,7 +567,7 @@ int bench_hop(const cli_args *a) {
     console con;
     uint32_t *ids = NULL;
     h = (hop){.a = a};
-    console_init(&con, a);
+    console_init(&con, a->quiet);
     int rc = hop_check(a);
     if (rc == DONE) rc = hop_open(&h, &con);
     if (rc == DONE) rc = hop_memory(&h);

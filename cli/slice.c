@@ -1,4 +1,4 @@
-/* k3_slice.c - `k3 slice` and `k3 stage`: experts for a box that has no checkpoint.
+/* slice.c - `k3 slice` and `k3 stage`: experts for a box that has no checkpoint.
  *
  *   1 Which experts, and reading them ahead
  *   2 k3 slice: where it goes, what is there already
@@ -11,12 +11,17 @@
  *   - a slice is unfinished until k3.slice is there, and that is renamed into its place last;
  *   - what was written or sent before an interruption is not written or sent again.
  */
-#include "k3_cli.h"
+#include "cli/commands.h"
 
+#include "cli/console.h"
+#include "cli/inputs.h"
+#include "cli/options.h"
+#include "cli/output.h"
 #include "experts.h"
-#include "tier_dial.h"
-#include "slice.h"
+#include "k3_common.h"
 #include "k3_temp.h"
+#include "slice.h"
+#include "tier_dial.h"
 
 #include <dirent.h>
 #include <poll.h>
@@ -168,7 +173,7 @@ typedef struct {
 static int job_open(job *j, const cli_args *a) {
     k3_error err = {{0}};
     memset(j, 0, sizeof *j);
-    console_init(&j->con, a);
+    console_init(&j->con, a->quiet);
     int rc = model_find(a, &j->dir);
     if (rc != DONE) return rc;
     signals_catch();

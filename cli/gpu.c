@@ -1,4 +1,4 @@
-/* k3_gpu.c - `k3 run --gpu`: a k3-tier of this machine that serves from VRAM, started or joined.
+/* gpu.c - `k3 run --gpu`: a k3-tier of this machine that serves from VRAM, started or joined.
  *
  * One such box serves everybody of this user who runs the same model: its socket lies in the user's
  * runtime directory under a name made from the model's path, from which files lie there, and from the
@@ -6,7 +6,9 @@
  * minutes, and nothing that happens to who started it ends it sooner. Like any far box it may only
  * help: where it cannot be had, one line says why and the run goes on without it.
  */
-#include "k3_cli.h"
+#include "cli/gpu.h"
+
+#include "cli/console.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-/* k3_chat.c - K3's chat format, and `k3 chat`: a conversation on a terminal or through pipes.
+/* chat.c - K3's chat format, and `k3 chat`: a conversation on a terminal or through pipes.
  *
  *   1 Bytes and JSON             5 The conversation: ids, turns, undo
  *   2 Segments and tags          6 One turn
@@ -12,10 +12,15 @@
  * is how a reply that was stopped is closed, and how anything that cost the session its state (a
  * step given up, an undo without a snapshot) is made good with the next turn.
  */
-#include "k3_cli.h"
+#include "cli/commands.h"
 
 #include "cli/calls.h"
 #include "cli/complete.h"
+#include "cli/console.h"
+#include "cli/inputs.h"
+#include "cli/options.h"
+#include "cli/output.h"
+#include "k3_common.h"
 #include "k3_json.h"
 
 #include <errno.h>
@@ -3685,7 +3690,7 @@ static void chat_settings(chat *c, const cli_args *a) {
     c->has_color =
         c->is_terminal && c->is_screen && terminal && *terminal && strcmp(terminal, "dumb") != 0;
     c->hides_think = a->hide_think;
-    console_init(&c->con, a);
+    console_init(&c->con, a->quiet);
 }
 
 /* Locale for libedit: its characters are UTF-8 wherever the user is. Numbers stay in C's. */
