@@ -56,7 +56,7 @@ PLACE_DIRS := -DK3_SOURCE_DIR='"$(CURDIR)"' -DK3_BUILD_DIR='"$(abspath $(BUILD))
               -DK3_SHARE_DIR='"$(PREFIX)/share/k3"' $(if $(COMMIT),-DK3_COMMIT='"$(COMMIT)"')
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
-PARTS   = $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
+PARTS   = $(BUILD)/k3_ledger.o $(BUILD)/k3_model.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 # The k3 program: what tests link too, and what belongs to its main.
 CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options inputs generate screen place gpu \
@@ -152,9 +152,15 @@ $(BUILD)/%.o: %.c | $(BUILD)
 	$(Q)$(CC) $(ALL_CFLAGS) -c -o $@ $<
 
 # Tests that include the file under test; unused statics are then no fault.
-$(BUILD)/test_engine $(BUILD)/test_model $(BUILD)/test_stream: $(BUILD)/%: tests/%.c $(PARTS)
+$(BUILD)/test_engine $(BUILD)/test_stream: $(BUILD)/%: tests/%.c $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(PARTS) $(K3_LIBS)
+
+# k3_model.c is included too.
+BUT_MODEL = $(filter-out %/k3_model.o,$(PARTS))
+$(BUILD)/test_model: tests/test_model.c $(BUT_MODEL)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUT_MODEL) $(K3_LIBS)
 
 # What bounds each test, and what it started; never under a sanitizer.
 $(BUILD)/guard: tests/guard.c | $(BUILD)
@@ -186,7 +192,7 @@ $(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o
 
 # Client and server in one program, so without the client's object.
 $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c tier_server.c tier_client.c tier_keep.h \
-  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o \
+  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_ledger.o $(BUILD)/k3_model.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o \
   $(BUILD)/tier_dial.o $(BUILD)/tier_tls.o $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ tests/fuzz_tier.c \
@@ -224,7 +230,7 @@ $(BUILD)/test_pool: tests/test_pool.c $(BUILD)/k3_pool.o
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) -lpthread
 
-$(BUILD)/replay_%: tests/fuzz_%.c tests/fuzz_replay.c $(PARTS)
+$(BUILD)/replay_%: tests/fuzz_%.c tests/fuzz_replay.c $(BUT_MODEL)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 

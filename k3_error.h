@@ -27,4 +27,20 @@ static inline int fail(k3_error *err, int status, const char *fmt, ...) {
     return status;
 }
 
+/* Put `what: ` before the cause a callee gave; `status` again. */
+static inline int fail_in(k3_error *err, int status, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+static inline int fail_in(k3_error *err, int status, const char *fmt, ...) {
+    char what[160];
+    va_list ap;
+    if (!err) return status;
+    va_start(ap, fmt);
+    vsnprintf(what, sizeof what, fmt, ap);
+    va_end(ap);
+    k3_error cause = *err;
+    snprintf(err->text, sizeof err->text, "%s: %.*s", what,
+             (int)(sizeof err->text - sizeof what - 3), cause.text);
+    return status;
+}
+
 #endif

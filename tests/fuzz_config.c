@@ -5,6 +5,8 @@
  */
 #include "../k3.c"
 
+#include "../k3_model.c"
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 static void must(bool ok, const char *what) {

@@ -7,6 +7,8 @@
  */
 #include "../k3.c"
 
+#include "../k3_model.c"
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 #define DATA_BYTES (4u << 20)

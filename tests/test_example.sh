@@ -16,10 +16,7 @@ EOF
     sed -n '/^ \*     k3_options o;/,/^ \*     k3_session_free/s/^ \*//p' k3.h
     echo 'printf("%u", next); free(logits); return 0; }'
 } >"$dir/example.c"
-kernels=$(ls "$BUILD"/kernels_*.o 2>/dev/null)
-# shellcheck disable=SC2086
-if $CC -std=c99 -Wall -I. -o "$dir/example" "$dir/example.c" "$BUILD/k3.o" \
-    "$BUILD/k3_text.o" "$BUILD/k3_temp.o" "$BUILD/experts.o" "$BUILD/k3_pool.o" "$BUILD/tier_client.o" "$BUILD/tier_dial.o" $kernels ${K3_LIBS:--lcurl -luring -ljson-c -lcrypto -lpthread -lm} &&
+if $CC -std=c99 -Wall -I. -o "$dir/example" "$dir/example.c" "$BUILD/libk3.a" ${K3_LIBS:--lcurl -luring -ljson-c -lzstd -lcrypto -lpthread -lm} &&
     [ "$("$dir/example")" = 1379 ]; then # " Paris" of demo/golden.json
     echo "example: 1 passed, 0 failed, 0 skipped"
 else
