@@ -7,10 +7,12 @@
  *             prefetchers see many short streams that stop at every page.
  *   MXFP4     There is no 16-entry float lookup, but every weight, scale included, is
  *             exact in bf16, and a bf16 is two bytes: two `vpshufb` in byte tables (one
- *             pair per scale code, 8 KiB in all) look up 32 weights, and unpacking against
- *             zero widens them. `vpshufb` works in 128-bit halves with a table each, so the
- *             two halves are two rows with scales of their own.
- *   batch > 1 Rows are widened once into a small f32 panel on the stack that stays in L1,
+ *             pair per scale code, 8 KiB in all) look up 32 weights. The nibbles are put in
+ *             such an order before that two bf16 lie in each 32-bit word, of lanes j and
+ *             8 + j: a mask and a shift widen them, each eight lanes in a row.
+ *   2 to 4    Decoded in registers once for all vectors; 1024 columns of x stay in L1 while
+ *             24 rows pass.
+ *   more      Rows are widened once into a small f32 panel on the stack that stays in L1,
  *             and a register tile of 3 rows x 2 vectors (12 accumulators, 2 x, 1 weight)
  *             runs over it. Accumulators rest in memory between panels. */
 #define K3_KERNELS_ELEMENTWISE
@@ -22,8 +24,8 @@
 #define TILE_VECS         2
 #define EACH_TILE_ROWS(M) M(3) M(2) M(1)
 
-/* Vectors, and rows in flight with them: at most 12 accumulators. From five vectors on the panel
- * is no slower. */
+/* Vectors, and rows in flight with them: at most 12 accumulators in 16 registers. From five vectors
+ * on the panel is no slower. */
 #define FEW_VECS          4
 #define FEW_GROUPS_BF16   32 /* 1024 columns */
 #define FEW_GROUPS_MXFP4  32
@@ -96,7 +98,7 @@ TILE pairs mxfp4_pairs(const uint8_t *q, uint8_t code) {
     return (pairs){_mm256_unpacklo_epi8(lo, hi), _mm256_unpackhi_epi8(lo, hi)};
 }
 
-/* ---- Batch 1 -------------------------------------------------------------------- */
+/* ---- One vector ------------------------------------------------------------------ */
 
 /* Between rows of a block: clang otherwise shares the loads of x between rows, and spills weights
  * for it. gcc does not, and is only disturbed by it. */
@@ -250,15 +252,17 @@ TILE void few_rows(const enum kind kind, const int R, const int V, float *acc, c
     __m256 a[4][4][2];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int t = 0; t < V; t++)
-            UNROLL for (int h = 0; h < 2; h++) a[r][t][h] = _mm256_load_ps(acc + (r * V + t) * 16 + h * 8);
+            UNROLL for (int h = 0; h < 2; h++)
+                a[r][t][h] = _mm256_load_ps(acc + (r * V + t) * 16 + h * 8);
     if (kind == BF16) few_bf16_rows(R, V, a, p, x);
     else few_mxfp4_rows(R, V, a, p, x);
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int t = 0; t < V; t++)
-            UNROLL for (int h = 0; h < 2; h++) _mm256_store_ps(acc + (r * V + t) * 16 + h * 8, a[r][t][h]);
+            UNROLL for (int h = 0; h < 2; h++)
+                _mm256_store_ps(acc + (r * V + t) * 16 + h * 8, a[r][t][h]);
 }
 
-/* ---- Batch > 1 ------------------------------------------------------------------- */
+/* ---- More vectors ----------------------------------------------------------------- */
 
 TILE size_t tile_rows(size_t left) { return left < TILE_ROWS ? left : TILE_ROWS; }
 

@@ -13,7 +13,9 @@
  *             `vpermps` in a table of 16 floats that already has the scale in it: one
  *             table per scale code, 16 KiB, of which a model touches a few lines. No
  *             multiplication by the scale, and code 0 (subnormal) needs no special case.
- *   batch > 1 Rows are widened once into a small f32 panel on the stack that stays in L1,
+ *   2 to 8    Decoded in registers once for all vectors, in up to 24 accumulators. Where bf16
+ *             rows are read, 1024 columns of x stay in L1 while 24 rows pass.
+ *   more      Rows are widened once into a small f32 panel on the stack that stays in L1,
  *             and a register tile of 6 rows x 4 vectors (24 accumulators, 6 weights, one
  *             x) runs over it. Six rows, so that x, which comes from L2, is read once
  *             per six rows. Accumulators rest in memory between panels. */
@@ -65,7 +67,7 @@ TILE float fold(__m512 acc) {
 static const uint32_t mxfp4_table[256][16] __attribute__((aligned(64))) = {
     CODE64(0u), CODE64(64u), CODE64(128u), CODE64(192u)};
 
-/* ---- Batch 1 -------------------------------------------------------------------- */
+/* ---- One vector ------------------------------------------------------------------ */
 
 /* A 32-bit word of bf16 is an even and an odd element: shift for one, mask for the other. */
 TILE __m512 bf16_even(__m512i w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
@@ -253,7 +255,7 @@ TILE void few_rows(const enum kind kind, const int R, const int V, float *acc, c
         UNROLL for (int t = 0; t < V; t++) _mm512_store_ps(acc + (r * V + t) * 16, a[r][t]);
 }
 
-/* ---- Batch > 1 ------------------------------------------------------------------- */
+/* ---- More vectors ----------------------------------------------------------------- */
 
 TILE size_t tile_rows(size_t left) {
     return left >= 6 && left != 8 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;

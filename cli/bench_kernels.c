@@ -257,7 +257,7 @@ static size_t bench_lines(bench_line *line, const bench_data *d, int max_threads
 /* All sets, batches and thread counts over one shape's weights. */
 static int bench_one_shape(const bench_shape *shape, int max_threads, k3_pool *const *pool,
                            const char *only, FILE *out) {
-    static const size_t batches[] = {1, 4, 16, 64};
+    static const size_t batches[] = {1, 2, 3, 4, 8, 16, 64};
     bench_line line[BENCH_MAX_LINES];
     bench_data d = {.shape = *shape};
     uint64_t want = bench_free_bytes() / 2;

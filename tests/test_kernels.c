@@ -74,9 +74,12 @@ static float oracle_from_bits(uint32_t bits) {
     return f;
 }
 
+/* gcc 12.2 otherwise loses the mask when bits are cut and become a float again (not with
+ * -fno-tree-ter); the empty asm keeps it from that. */
 static uint32_t oracle_bits(float f) {
     uint32_t bits;
     memcpy(&bits, &f, sizeof bits);
+    __asm__("" : "+r"(bits));
     return bits;
 }
 
@@ -660,6 +663,67 @@ static void test_mxfp4(void) {
     family_end();
 }
 
+/* -- Few vectors, where each number of vectors has tiles of its own: 1 to 9 vectors against 1 to 13
+ * rows, and two row counts behind the blocks of rows that one set makes. */
+static void try_few(const sample *s, size_t n_skip) {
+    for (size_t batch = 1; batch <= 9; batch++)
+        for (size_t rows = 1; rows <= 15; rows++)
+            if (!is_quick || (batch + rows + n_skip) % 3 == 0)
+                try_matmul(s, rows < 14 ? rows : rows == 14 ? 25 : 51, batch, rows % 2, batch % 2);
+}
+
+/* Short rows; rows that end in every way; one column more than the 1024 that stay in L1, and one
+ * group, and so many that they do so twice. */
+static void test_few_bf16(void) {
+    static const size_t lengths[] = {1, 31, 32, 33, 65, 127, 1024, 1025, 1056, 2079};
+    family_begin("matmul_bf16", "1..9 vectors x 1..13 rows");
+    for (size_t i = 0; i < LEN(lengths); i++) {
+        sample s = sample_new(BF16, (kind)(i % N_KINDS), lengths[i], 51, 9);
+        try_few(&s, i);
+        pool_used = 0;
+    }
+    family_end();
+}
+
+/* The same of MXFP4: all drawings of scales, at one group, at a last group that is first, second,
+ * third or fourth of its line of memory, and beyond 1024 columns. */
+static void test_few_mxfp4(void) {
+    static const size_t groups[] = {1, 2, 3, 4, 5, 32, 33, 67};
+    for (scale_kind k = FLAT; k < N_SCALES; k++) {
+        family_begin("matmul_mxfp4 1..9 x 1..13", scale_name[k]);
+        for (size_t i = k % 2; i < LEN(groups); i += is_quick ? 4 : 2) {
+            sample s = mxfp4_new(k, groups[i] * 32, 51, 9);
+            try_few(&s, i + k);
+            pool_used = 0;
+        }
+        family_end();
+    }
+}
+
+/* Rows of which every weight is -0, a code is 0, or every weight is the largest, between others: a
+ * tile that takes the scale, the sign or the sum of a neighbour is seen. */
+static void test_few_rows_apart(void) {
+    family_begin("matmul_mxfp4", "rows of -0, of code 0 and 252");
+    for (size_t batch = 1; batch <= 9; batch++)
+        for (size_t first = 0; first < 4; first++) {
+            const size_t n = 96, rows = 13;
+            sample s = mxfp4_new(NINE, n, rows, batch);
+            for (size_t r = 0; r < rows; r++) {
+                size_t what = (r + first) % 4;
+                if (what == 1) memset(s.q + r * n / 2, 0x88, n / 2);
+                if (what == 2) memset(s.scale + r * n / 32, 0, n / 32);
+                if (what == 3) memset(s.scale + r * n / 32, K3_SCALE_MAX, n / 32);
+            }
+            for (size_t i = 0; i < rows * n; i++)
+                s.w[i] = oracle_mxfp4(i % 2 ? s.q[i / 2] >> 4 : s.q[i / 2] & 15, s.scale[i / 32]);
+            for (size_t i = 0; i < batch * n; i++) s.x[i] = rnd_f32(-30, -20);
+            sample_solve(&s);
+            try_matmul(&s, rows, batch, 0, 0);
+            pool_used = 0;
+        }
+    family_end();
+}
+
 /* Each of the 253 x 16 weights alone, through x = 2^k of one place. */
 static void test_mxfp4_values(void) {
     family_begin("matmul_mxfp4", "every code and nibble");
@@ -705,7 +769,7 @@ static void gap_free(void *first, size_t row_bytes, size_t n_rows) {
 
 static void test_matmul_gaps(void) {
     static const size_t lengths[] = {1, 2, 15, 16, 17, 31, 32, 33, 63, 65, 200, 1000, 2048, 2049};
-    static const size_t batch[] = {1, 2, 8, 11};
+    static const size_t batch[] = {1, 2, 3, 4, 5, 8, 11};
     family_begin("matmul_bf16", "guard page after every row");
     for (size_t i = 0; i < LEN(lengths); i++)
         for (size_t b = 0; b < LEN(batch); b++) {
@@ -1768,6 +1832,9 @@ int main(int argc, char **argv) {
     test_matmul_gaps();
     test_matmul_no_rows();
     test_mxfp4();
+    test_few_bf16();
+    test_few_mxfp4();
+    test_few_rows_apart();
     test_mxfp4_values();
     test_real_rows();
     test_dot();
