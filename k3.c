@@ -42,6 +42,7 @@
 #define K3_KERNELS_ELEMENTWISE
 #include "kernels.h"
 #include "experts.h"
+#include "k3_machine.h"
 #include "k3_pool.h"
 #include "slice.h"
 #include "tier.h"
@@ -54,7 +55,6 @@
 #include <liburing.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sched.h>
 #include <semaphore.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -201,75 +201,6 @@ static void ledger_give(ledger *l, void *p, uint64_t n_bytes) {
     ledger_lock(l);
     l->used -= n_bytes;
     ledger_unlock(l);
-}
-
-/* The first number after `key` in a small text file, or `otherwise`. */
-static uint64_t read_number(const char *path, const char *key, uint64_t otherwise) {
-    FILE *f = fopen(path, "r");
-    if (!f) return otherwise;
-    char line[256];
-    unsigned long long v = 0;
-    bool is_found = false;
-    while (!is_found && fgets(line, sizeof line, f))
-        if (strncmp(line, key, strlen(key)) == 0)
-            is_found = sscanf(line + strlen(key), "%llu", &v) == 1;
-    fclose(f);
-    return is_found ? v : otherwise;
-}
-
-/* What one control group still allows, reclaimable page cache not counted as taken. */
-static uint64_t cgroup_left(const char *dir, const char *max_name, const char *now_name,
-                            const char *cache_key) {
-    char path[4400];
-    snprintf(path, sizeof path, "%s/%s", dir, max_name);
-    uint64_t cap = read_number(path, "", UINT64_MAX);
-    if (cap == UINT64_MAX) return UINT64_MAX;
-    snprintf(path, sizeof path, "%s/%s", dir, now_name);
-    uint64_t taken = read_number(path, "", 0);
-    snprintf(path, sizeof path, "%s/memory.stat", dir);
-    uint64_t cache = read_number(path, cache_key, 0);
-    taken = taken > cache ? taken - cache : 0;
-    return cap > taken ? cap - taken : 0;
-}
-
-/* The tightest of this process's memory control groups and their parents, version 2 or 1. */
-static uint64_t cgroups_left(void) {
-    char line[4096], dir[4200];
-    uint64_t left = UINT64_MAX;
-    FILE *f = fopen("/proc/self/cgroup", "r");
-    while (f && fgets(line, sizeof line, f)) {
-        line[strcspn(line, "\n")] = 0;
-        char *controllers = strchr(line, ':'),
-             *path = controllers ? strchr(controllers + 1, ':') : NULL;
-        if (!path) continue;
-        *path++ = 0;
-        bool is_v2 = controllers[1] == 0;
-        if (!is_v2 && !strstr(controllers + 1, "memory")) continue;
-        for (;;) {
-            snprintf(dir, sizeof dir, "/sys/fs/cgroup%s%s", is_v2 ? "" : "/memory", path);
-            uint64_t here = is_v2
-                                ? cgroup_left(dir, "memory.max", "memory.current", "inactive_file ")
-                                : cgroup_left(dir, "memory.limit_in_bytes", "memory.usage_in_bytes",
-                                              "total_inactive_file ");
-            if (here < left) left = here;
-            char *up = strrchr(path, '/');
-            if (!up) break;
-            *up = 0; /* the root is the empty path */
-        }
-    }
-    if (f) fclose(f);
-    return left;
-}
-
-/* What this process may still take: MemAvailable or what its control groups leave, whichever is
- * less, less what others are about to take and a margin of 1/16 for the rest of the system. */
-static uint64_t budget_default(uint64_t others) {
-    uint64_t least = (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
-    uint64_t bytes = read_number("/proc/meminfo", "MemAvailable:", least / 1024) * 1024,
-             left = cgroups_left();
-    if (left < bytes) bytes = left;
-    bytes -= others < bytes ? others : bytes;
-    return bytes - bytes / 16;
 }
 
 /* ==== 3. Shape =======================================================================
@@ -3605,7 +3536,7 @@ static int plan_make(k3_engine *e, k3_error *err) {
     const k3_shape *sh = &e->sh;
     const k3_options *o = &e->opt;
     k3_plan *p = &e->plan;
-    p->ram_bytes = e->mem.limit = o->ram_bytes ? o->ram_bytes : budget_default(o->others_bytes);
+    p->ram_bytes = e->mem.limit = o->ram_bytes ? o->ram_bytes : machine_ram_default("", o->others_bytes);
     p->context = o->context ? o->context : sh->max_position < 4096 ? sh->max_position : 4096;
     if (p->context > sh->max_position)
         return fail(err, K3_EUSAGE, "context of %llu exceeds the model's maximum of %u positions",
@@ -6045,11 +5976,11 @@ void k3_options_default(k3_options *o) {
     o->spin_us = 50;
 }
 
+/* 0: one for each core that this process may use, within its CPU quota. */
 static int engine_threads(int asked) {
-    cpu_set_t set;
     if (asked > 0) return asked;
-    CPU_ZERO(&set);
-    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+    int n = machine_threads(machine_cpus_here());
+    return n < POOL_MAX_THREADS ? n : POOL_MAX_THREADS;
 }
 
 static int machine_check(k3_error *err) {

@@ -3510,6 +3510,7 @@ static int chat_engine(chat *c) {
     k3_error err = {{0}};
     engine_gpu(c->a, &o);
     o.snapshots = (uint32_t)c->a->undo;
+    ram_say(&c->con, &o);
     int status = k3_engine_open(&c->e, &o, &err);
     console_clear(&c->con);
     if (status == K3_EBUDGET && o.snapshots && !is_given(c->a, "--undo")) {

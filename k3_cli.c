@@ -17,6 +17,7 @@
 #include "cli/screen.h"
 #include "experts.h"
 #include "k3_cli.h"
+#include "k3_machine.h"
 #include "slice.h"
 
 #include <ctype.h>
@@ -390,7 +391,7 @@ static const cli_option OPTION[] = {
      "bound for the whole process: 8G, 512M, 1.5GiB; without a unit, bytes;\n"
      "`k3 plan` shows what it buys (default: what is free, less 1/16)"},
     {"--threads", "N", KIND_COUNT, AT(threads), RUN | CHAT | BENCH | VERIFY | PLAN, G_MODEL, "0", 0,
-     1024, "0 is one for each core this process may use"},
+     1024, "0 is one for each core this process may use, within its CPU quota"},
     {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | CHAT | BENCH | PLAN, G_MODEL, "0", 0, 4096,
      "most prompt positions computed together; 0 is 512, more where the trunk or\n"
      "experts are streamed and memory allows (up to 4096), or less where\n"
@@ -1188,9 +1189,18 @@ void threads_say(const console *con, const k3_engine *e, const k3_options *o) {
         wanted, k3_engine_threads(e));
 }
 
+/* --ram is more than this machine or its control group has left. Before the engine takes any of it. */
+void ram_say(const console *con, const k3_options *o) {
+    char text[320];
+    if (con->is_quiet || !o->ram_bytes) return;
+    if (machine_ram_is_above("", o->ram_bytes, o->others_bytes, text, sizeof text))
+        say("note: %s", text);
+}
+
 int engine_open(k3_engine **e, const k3_options *o) {
     console *con = o->user;
     k3_error err = {{0}};
+    if (!o->headers_only && !o->config_only) ram_say(con, o);
     int status = k3_engine_open(e, o, &err);
     console_clear(con);
     if (status < 0) return fail_status(status, &err);
@@ -2764,12 +2774,6 @@ static uint64_t bench_mix(uint64_t i) {
     return z ^ (z >> 31);
 }
 
-/* What can be taken without swapping: Linux says it, else half of all. */
-static uint64_t bench_free_bytes(void) {
-    uint64_t n = proc_bytes("/proc/meminfo", "MemAvailable");
-    return n ? n : (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2;
-}
-
 #define BENCH_FILL 16384 /* words that a thread fills at a time */
 
 static void bench_fill_part(void *ctx, size_t part, int i_thread) {
@@ -2966,7 +2970,7 @@ static int bench_one_shape(const bench_shape *shape, int max_threads, k3_pool *c
     static const size_t batches[] = {1, 4, 16, 64};
     bench_line line[BENCH_MAX_LINES];
     bench_data d = {.shape = *shape};
-    uint64_t want = bench_free_bytes() / 2;
+    uint64_t want = machine_memory_left("").left / 2;
     void *w = NULL, *xp = NULL;
     int rc = K3_ENOMEM;
 
@@ -3389,6 +3393,7 @@ static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console 
     k3_error err = {{0}};
     o.headers_only = true;
     o.config_only = a->released;
+    ram_say(con, &o);
     int status = k3_engine_open(e, &o, &err);
     *asked = a->ram;
     if (status == K3_EBUDGET) { /* not even the tables fit */
@@ -3482,6 +3487,13 @@ static void info_memory(const k3_shape *s, const k3_plan *p) {
            fmt_bytes(least, p->floor_bytes));
 }
 
+/* How many threads compute without --threads, and why so many. */
+static void info_threads(const k3_engine *e) {
+    char why[96];
+    machine_cpus_say(machine_cpus_here(), why, sizeof why);
+    printf("threads      %d: %s\n", k3_engine_threads(e), why);
+}
+
 /* The names alone, for scripts. */
 static int info_kernels_list(void) {
     bool is_first = true;
@@ -3510,6 +3522,7 @@ static int cmd_info(const cli_args *a) {
     for (const char *const *name = k3_kernels_linked(); *name; name++)
         printf("%s%s ", *name, k3_kernels_is_supported(*name) ? "" : " (not on this CPU)");
     printf("- best: %s\n", k3_engine_kernels(e));
+    info_threads(e);
     printf("numerics     %s\n", K3_NUMERICS_ID);
     printf("version      %s%s%s\n", K3_VERSION, version_commit()[0] ? ", commit " : "",
            version_commit());

@@ -168,9 +168,11 @@ void engine_gpu(const cli_args *a, k3_options *o);
 bool is_streaming(const k3_engine *e);
 
 /* Notes of one line, none with -q: OMP_NUM_THREADS was not heeded; boxes were named, experts were read,
- * and no box was ever asked (`st`: what was counted since the session was new). */
+ * and no box was ever asked (`st`: what was counted since the session was new); --ram is above what is free
+ * here (to be called before the engine is opened). */
 void threads_say(const console *con, const k3_engine *e, const k3_options *o);
 void tiers_say_silent(const cli_args *a, const k3_stats *st);
+void ram_say(const console *con, const k3_options *o);
 void plan_say(const k3_engine *e);
 
 void json_put(json_object *o, const char *key, json_object *value);

@@ -24,6 +24,8 @@
 
 #include "gpu_bench.h"
 #include "gpu_tier.h"
+#include "cli/place.h"
+#include "k3_machine.h"
 #include "tier_dial.h"
 #include "tier_tls.h"
 #include "slice.h"
@@ -223,6 +225,7 @@ typedef struct {
     uint32_t n_listen, threads, spin_us, clients;
     uint32_t gpu_device, linger_s; /* linger 0: for ever */
     uint64_t ram, vram;
+    bool ram_has_no_unit;   /* --ram was a bare number */
     tier_trust tls;
     bool is_insecure, is_metrics_insecure, no_fill, has_gpu;
 } options;
@@ -2317,7 +2320,7 @@ static const char HELP[] =
     "  --pins FILE       experts to read first and keep, `layer expert` a line\n"
     "  --no-fill         read only pins and what clients want\n"
     "  --clients N       most clients at once, 1 to 64 (default 8)\n"
-    "  --threads N       threads that compute (default: one for each core)\n"
+    "  --threads N       threads that compute (default: one for each core, within the CPU quota)\n"
     "  --kernels NAME    ref, avx2, avx512 or neon: same bits (default: the best here)\n"
     "  --spin-us N       look for the next request so long before sleeping (default 50)\n"
     "  --sums FILE       checksums (default: k3.sums in the model directory, if there)\n"
@@ -2383,6 +2386,7 @@ static int option_set(options *o, const option *k, const char *text) {
         return fail(FAIL_USAGE, "%s: '%s' is not a whole number from %u to %u", k->name, text,
                     k->lo, k->hi);
     case O_SIZE:
+        if (k->at == AT(ram)) o->ram_has_no_unit = text[strspn(text, "0123456789")] == 0;
         if (parse_size(text, field) && *(uint64_t *)field > 0) return DONE;
         return fail(FAIL_USAGE, "%s: '%s' is not a size such as 64G, 512M or 1.5GiB", k->name,
                     text);
@@ -2993,6 +2997,24 @@ static int cmd_serve(server *s) {
 }
 
 #ifndef TIER_SERVER_TEST
+/* Serve, with a word before on a --ram above what is free here, and one after on a --ram that is so small
+ * that a unit was meant. */
+static int cmd_serve_ram(server *s) {
+    char text[320];
+    unsigned long long n = s->o.ram;
+    if (n == 0) return fail(FAIL_USAGE, "--ram SIZE: how much memory may experts take?");
+    if (machine_ram_is_above("", n, 0, text, sizeof text)) say("note: %s", text);
+    int rc = cmd_serve(s);
+    if (rc == DONE || !s->o.ram_has_no_unit || n >= 1u << 20) return rc;
+    return fail(rc, "--ram %llu was read as %llu bytes: did you mean --ram %lluG?", n, n, n);
+}
+
+static int version_say(void) {
+    const char *commit = version_commit();
+    return printf("k3-tier %s (%s)%s%s\n", K3_VERSION, K3_NUMERICS_ID, commit[0] ? ", commit " : "",
+                  commit) < 0 || fflush(stdout) != 0;
+}
+
 /* At K3's dimensions. */
 static int bench(const options *o) {
     char why[512];
@@ -3013,7 +3035,7 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         bool is_help = strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0;
         bool is_version = strcmp(argv[i], "-V") == 0 || strcmp(argv[i], "--version") == 0;
-        if (is_help || is_version) return puts(is_help ? HELP : "k3-tier " K3_VERSION) < 0;
+        if (is_help || is_version) return is_help ? puts(HELP) < 0 : version_say();
     }
     int rc = options_parse(&s.o, argc, argv, is_status || is_bench ? 2 : 1, is_status ? &addr : NULL);
     if (rc != DONE) return rc;
@@ -3031,7 +3053,6 @@ int main(int argc, char **argv) {
 #endif
     if ((s.o.vram || s.o.gpu_device) && !s.o.has_gpu)
         return fail(FAIL_USAGE, "--vram and --gpu-device are for --gpu");
-    if (s.o.ram == 0) return fail(FAIL_USAGE, "--ram SIZE: how much memory may experts take?");
-    return cmd_serve(&s);
+    return cmd_serve_ram(&s);
 }
 #endif

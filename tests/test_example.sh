@@ -19,7 +19,7 @@ EOF
 kernels=$(ls "$BUILD"/kernels_*.o 2>/dev/null)
 # shellcheck disable=SC2086
 if $CC -std=c99 -Wall -I. -o "$dir/example" "$dir/example.c" "$BUILD/k3.o" \
-    "$BUILD/k3_text.o" "$BUILD/k3_temp.o" "$BUILD/experts.o" "$BUILD/k3_pool.o" "$BUILD/tier_client.o" "$BUILD/tier_dial.o" $kernels ${K3_LIBS:--lcurl -luring -ljson-c -lcrypto -lpthread -lm} &&
+    "$BUILD/k3_text.o" "$BUILD/k3_temp.o" "$BUILD/experts.o" "$BUILD/k3_pool.o" "$BUILD/k3_machine.o" "$BUILD/tier_client.o" "$BUILD/tier_dial.o" $kernels ${K3_LIBS:--lcurl -luring -ljson-c -lcrypto -lpthread -lm} &&
     [ "$("$dir/example")" = 1379 ]; then # " Paris" of demo/golden.json
     echo "example: 1 passed, 0 failed, 0 skipped"
 else
