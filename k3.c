@@ -1813,6 +1813,7 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
 #define IO_ALIGN 4096u
 #define IO_MAX_DEPTH 64
 #define IO_AGAIN 10000 /* interruptions of one request; more are an error */
+#define RING_NAP_NS 1000000 /* before a ring that was short of something is asked again */
 
 enum io_urgency { IO_DEMAND, IO_TRUNK, IO_GUESS, N_URGENCIES };
 enum io_state { IO_IDLE, IO_QUEUED, IO_BUSY, IO_DONE, IO_FAILED };
@@ -1862,6 +1863,7 @@ typedef struct {
     uint64_t read_bytes, stall_ns, n_changes; /* n_changes: requests that are over */
     struct io_uring ring;
     int wake_fd;
+    int ring_why; /* errno by which the ring became useless; 0: it serves */
 } disk;
 
 static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
@@ -1979,6 +1981,13 @@ static bool io_next_copy(disk *d, io_req *r) {
     return true;
 }
 
+/* One that was begun fails, and its copy is not to blame. */
+static void io_give_up(disk *d, io_req *r, int why) {
+    d->copies[r->i_copy].queued -= r->n;
+    r->why = why;
+    io_finish(d, r, IO_FAILED);
+}
+
 static void io_done(disk *d, io_req *r) {
     io_copy *c = &d->copies[r->i_copy];
     double ns = (double)(clock_ns() - r->start_ns) / (double)r->n;
@@ -2057,29 +2066,117 @@ static void ring_arm_wake(disk *d) {
     io_uring_sqe_set_data(sqe, NULL);
 }
 
-/* The ring's thread: fill, wait for any completion or for new work, digest. */
-static void *ring_main(void *arg) {
-    disk *d = arg;
+static void nap(long ns) {
+    struct timespec t = {.tv_nsec = ns};
+    nanosleep(&t, NULL);
+}
+
+/* Hand over what is prepared and wait for a completion. 0, also after an interruption, or the errno of a
+ * ring that is of no use: EPERM where seccomp denies it, or EAGAIN and EBUSY, IO_AGAIN times running. */
+static int ring_enter(struct io_uring *ring, int *n_again) {
+    int rc = io_uring_submit_and_wait(ring, 1);
+    if (rc >= 0) *n_again = 0;
+    if (rc >= 0 || rc == -EINTR) return 0;
+    if ((rc != -EAGAIN && rc != -EBUSY) || (*n_again)++ == IO_AGAIN) return -rc;
+    nap(RING_NAP_NS);
+    return 0;
+}
+
+/* Digest all completions. 0, or the errno by which the ring refuses to wait for new work. */
+static int ring_reap(disk *d) {
+    struct io_uring_cqe *cqe;
+    while (io_uring_peek_cqe(&d->ring, &cqe) == 0) {
+        io_req *r = io_uring_cqe_get_data(cqe);
+        ssize_t res = cqe->res;
+        uint64_t n_wakes;
+        io_uring_cqe_seen(&d->ring, cqe);
+        if (r && !io_advance(d, r, res)) ring_prepare(d, r);
+        if (r) continue;
+        if (res < 0) return (int)-res;
+        if (read(d->wake_fd, &n_wakes, sizeof n_wakes) < 0) n_wakes = 0; /* a false alarm */
+        ring_arm_wake(d);
+    }
+    return 0;
+}
+
+/* Fill, wait for any completion or for new work, digest. 0 when it is to stop, or why it cannot go on. */
+static int ring_serve(disk *d) {
+    int why = 0, n_again = 0;
     ring_arm_wake(d);
-    for (bool is_stopping = false; !is_stopping;) {
+    while (why == 0) {
         pthread_mutex_lock(&d->lock);
         for (io_req *r; (r = io_pop(d));) ring_prepare(d, r);
-        is_stopping = d->is_stopping && d->n_busy == 0;
+        bool is_over = d->is_stopping && d->n_busy == 0;
         pthread_mutex_unlock(&d->lock);
-        struct io_uring_cqe *cqe;
-        if (is_stopping || io_uring_submit_and_wait(&d->ring, 1) < 0) continue;
+        if (is_over) return 0;
+        why = ring_enter(&d->ring, &n_again);
+        if (why == 0) why = ring_reap(d);
+    }
+    return why;
+}
+
+/* What the ring was never given fails. The last io_uring_sq_ready() entries are not yet the kernel's. */
+static void ring_drop(disk *d, int why) {
+    const struct io_uring_sq *sq = &d->ring.sq;
+    pthread_mutex_lock(&d->lock);
+    d->ring_why = why;
+    for (unsigned n = io_uring_sq_ready(&d->ring); n > 0; n--) {
+        const struct io_uring_sqe *sqe = &sq->sqes[(sq->sqe_tail - n) & *sq->kring_mask];
+        io_req *r = (io_req *)(uintptr_t)sqe->user_data;
+        if (r) io_give_up(d, r, why);
+    }
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* The ring is of no use any more: all that is asked for fails, at once. Only what the kernel already reads
+ * is waited for, since it writes to that memory; completions come without the ring's own system call. */
+static void ring_refuse(disk *d, int why) {
+    struct pollfd at[] = {{.fd = d->wake_fd, .events = POLLIN},
+                          {.fd = d->ring.ring_fd, .events = POLLIN}};
+    struct io_uring_cqe *cqe;
+    uint64_t n_wakes;
+    ring_drop(d, why);
+    for (;;) {
+        pthread_mutex_lock(&d->lock);
+        for (io_req *r; (r = io_pop(d));) io_give_up(d, r, why);
+        bool is_over = d->is_stopping && d->n_busy == 0;
+        pthread_mutex_unlock(&d->lock);
+        if (is_over) return;
+        if (poll(at, 2, -1) < 0 && errno != EINTR) nap(RING_NAP_NS);
+        if (read(d->wake_fd, &n_wakes, sizeof n_wakes) < 0) n_wakes = 0; /* it was the ring */
         while (io_uring_peek_cqe(&d->ring, &cqe) == 0) {
             io_req *r = io_uring_cqe_get_data(cqe);
             ssize_t res = cqe->res;
-            uint64_t n_wakes;
             io_uring_cqe_seen(&d->ring, cqe);
-            if (r && !io_advance(d, r, res)) ring_prepare(d, r);
-            if (r) continue;
-            if (read(d->wake_fd, &n_wakes, sizeof n_wakes) < 0) n_wakes = 0; /* a false alarm */
-            ring_arm_wake(d);
+            if (!r || io_advance(d, r, res)) continue;
+            pthread_mutex_lock(&d->lock);
+            io_give_up(d, r, why); /* there is more to read, and no way to ask for it */
+            pthread_mutex_unlock(&d->lock);
         }
     }
+}
+
+/* The ring's thread. */
+static void *ring_main(void *arg) {
+    disk *d = arg;
+    int why = ring_serve(d);
+    if (why) ring_refuse(d, why);
     return NULL;
+}
+
+/* Some systems let a ring be set up and deny its use. The errno of a request that does nothing, or 0. */
+static int ring_try(struct io_uring *ring) {
+    struct io_uring_cqe *cqe;
+    int n_again = 0, why;
+    io_uring_prep_nop(io_uring_get_sqe(ring));
+    for (int i = 0; i < IO_AGAIN; i++) {
+        if ((why = ring_enter(ring, &n_again)) != 0) return why;
+        if (io_uring_peek_cqe(ring, &cqe) != 0) continue; /* it was interrupted */
+        why = -cqe->res;
+        io_uring_cqe_seen(ring, cqe);
+        return why;
+    }
+    return ETIMEDOUT;
 }
 
 static void disk_wake(disk *d) {
@@ -2169,8 +2266,11 @@ static int disk_fail(const disk *d, const io_req *r, k3_error *err) {
             err, K3_EIO,
             "%s: short: %llu bytes at offset 0x%llx are not all there; did the file shrink?", name,
             n, offset);
-    return fail(err, K3_EIO, "%s: read of %llu bytes at offset 0x%llx: %s", name, n, offset,
-                r->why == ENODEV ? "no copy of the shard is left" : strerror(r->why));
+    bool is_ring = d->is_uring && r->why == d->ring_why;
+    return fail(err, K3_EIO, "%s: read of %llu bytes at offset 0x%llx: %s%s%s", name, n, offset,
+                is_ring ? "io_uring: " : "",
+                r->why == ENODEV ? "no copy of the shard is left" : strerror(r->why),
+                is_ring ? "; use --io pool" : "");
 }
 
 static int disk_threads_start(disk *d, k3_error *err) {
@@ -2193,6 +2293,19 @@ static void disk_threads_stop(disk *d) {
     d->n_threads = 0;
 }
 
+static int ring_open(disk *d, k3_error *err) {
+    int rc = io_uring_queue_init(2 * IO_MAX_DEPTH, &d->ring, 0);
+    if (rc < 0) return fail(err, K3_EIO, "io_uring: %s; use --io pool", strerror(-rc));
+    d->ring_why = 0;
+    int why = ring_try(&d->ring);
+    d->wake_fd = why ? -1 : eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (d->wake_fd >= 0) return 0;
+    rc = fail(err, K3_EIO, "%s: %s; use --io pool", why ? "io_uring" : "eventfd",
+              strerror(why ? why : errno));
+    io_uring_queue_exit(&d->ring);
+    return rc;
+}
+
 /* Change how bytes are read. Nothing may be queued. */
 static int disk_mode(disk *d, bool is_uring, bool is_direct, int depth, k3_error *err) {
     if (d->n_threads > 0) disk_threads_stop(d);
@@ -2202,13 +2315,8 @@ static int disk_mode(disk *d, bool is_uring, bool is_direct, int depth, k3_error
     }
     d->is_uring = d->is_direct = false;
     if (is_uring) {
-        int rc = io_uring_queue_init(2 * IO_MAX_DEPTH, &d->ring, 0);
-        if (rc < 0) return fail(err, K3_EIO, "io_uring: %s; use --io pool", strerror(-rc));
-        d->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-        if (d->wake_fd < 0) {
-            io_uring_queue_exit(&d->ring);
-            return fail(err, K3_EIO, "eventfd: %s", strerror(errno));
-        }
+        int rc = ring_open(d, err);
+        if (rc < 0) return rc;
     }
     d->is_uring = is_uring;
     d->is_direct = is_direct;

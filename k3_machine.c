@@ -9,8 +9,7 @@
 
 #define PATH_BYTES 9000 /* a root, a mount, a group of up to 4,096 characters, a file name */
 
-/* The first number after `key` in a small text file, or `otherwise`. */
-static uint64_t number_read(const char *path, const char *key, uint64_t otherwise) {
+uint64_t machine_number(const char *path, const char *key, uint64_t otherwise) {
     FILE *f = fopen(path, "re");
     if (!f) return otherwise;
     char line[256];
@@ -34,7 +33,7 @@ typedef void (*group_fn)(void *user, const char *dir, bool is_v2);
 static uint64_t group_number(const char *dir, const char *name, uint64_t otherwise) {
     char path[PATH_BYTES + 64];
     snprintf(path, sizeof path, "%s/%s", dir, name);
-    return number_read(path, "", otherwise);
+    return machine_number(path, "", otherwise);
 }
 
 /* From `group` (which is cut down) below `mount` up to the root. */
@@ -187,13 +186,13 @@ static void memory_visit(void *user, const char *dir, bool is_v2) {
         cap = least(group_number(dir, "memory.max", UINT64_MAX),
                     group_number(dir, "memory.high", UINT64_MAX));
         taken = group_number(dir, "memory.current", 0);
-        cache = number_read(stat, "active_file ", 0) + number_read(stat, "inactive_file ", 0);
+        cache = machine_number(stat, "active_file ", 0) + machine_number(stat, "inactive_file ", 0);
     } else { /* the second is of the parents, which a container may not see */
         cap = least(group_number(dir, "memory.limit_in_bytes", UINT64_MAX),
-                    number_read(stat, "hierarchical_memory_limit ", UINT64_MAX));
+                    machine_number(stat, "hierarchical_memory_limit ", UINT64_MAX));
         taken = group_number(dir, "memory.usage_in_bytes", 0);
-        cache = number_read(stat, "total_active_file ", 0) +
-                number_read(stat, "total_inactive_file ", 0);
+        cache = machine_number(stat, "total_active_file ", 0) +
+                machine_number(stat, "total_inactive_file ", 0);
     }
     if (cap == UINT64_MAX) return;
     taken = taken > cache ? taken - cache : 0;
@@ -204,7 +203,7 @@ machine_memory machine_memory_left(const char *root) {
     char path[PATH_BYTES];
     uint64_t group = UINT64_MAX, free_kib;
     snprintf(path, sizeof path, "%s/proc/meminfo", root);
-    free_kib = number_read(path, "MemAvailable:", UINT64_MAX);
+    free_kib = machine_number(path, "MemAvailable:", UINT64_MAX);
     if (free_kib == UINT64_MAX)
         free_kib = (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 1024;
     groups_visit(root, "memory", memory_visit, &group);

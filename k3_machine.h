@@ -47,4 +47,7 @@ uint64_t machine_ram_default(const char *root, uint64_t others);
  * both figures, and a --ram that fits where there is one. */
 bool machine_ram_is_above(const char *root, uint64_t ram, uint64_t others, char *text, size_t cap);
 
+/* The first number after `key`, with which its line begins, in a small text file, or `otherwise`. */
+uint64_t machine_number(const char *path, const char *key, uint64_t otherwise);
+
 #endif
