@@ -1993,14 +1993,16 @@ static void run_say_disk(const run_state *r) {
         fmt_bytes(ram, k3_engine_plan(r->e)->ram_bytes));
 }
 
-void tiers_say_silent(const cli_args *a, const k3_stats *st) {
+bool tiers_say_silent(const cli_args *a, const k3_stats *st) {
     char names[256] = "";
-    if (a->quiet || a->n_tier == 0 || a->gpu || st->far_asked > 0 || st->expert_loads == 0) return;
+    if (a->quiet || a->n_tier == 0 || a->gpu || st->far_asked > 0 || st->expert_loads == 0)
+        return false;
     for (size_t i = 0; i < a->n_tier; i++)
         line_add(names, sizeof names, "%s%s", i ? ", " : "", a->tier[i]);
     say("note: no box was of use (%s): none was there in time, or none held what was wanted; all "
         "was read and computed here; `k3-tier status ADDR` says what a box does",
         names);
+    return true;
 }
 
 static void run_say_tier(const run_state *r) {

@@ -171,7 +171,7 @@ bool is_streaming(const k3_engine *e);
  * and no box was ever asked (`st`: what was counted since the session was new); --ram is above what is free
  * here (to be called before the engine is opened). */
 void threads_say(const console *con, const k3_engine *e, const k3_options *o);
-void tiers_say_silent(const cli_args *a, const k3_stats *st);
+bool tiers_say_silent(const cli_args *a, const k3_stats *st); /* whether it said so */
 void ram_say(const console *con, const k3_options *o);
 void plan_say(const k3_engine *e);
 

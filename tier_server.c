@@ -1911,15 +1911,17 @@ static void conn_crowd(server *s) {
     s->full_ns = now;
 }
 
-/* The system has no descriptor, or no memory, for one who is waiting; poll would say at once that he
- * still is. Who said no hello makes room, and nobody is accepted for a moment. */
+/* The system has no descriptor, or no memory, for one who is waiting, or does not let us accept; poll would
+ * say at once that he still is. Who said no hello makes room, and nobody is accepted for a moment. */
 static void accept_later(server *s) {
+    int why = errno;
     uint64_t now = clock_ns();
     conn *c = conn_oldest_early(s);
     if (c) conn_close(s, c, NULL);
     s->accept_ns = now + 100000000u;
     if (s->no_fd_ns == 0 || now - s->no_fd_ns > 10 * 1000000000ull) {
-        say("cannot accept a connection: %s; raise `ulimit -n`", strerror(errno));
+        say("cannot accept a connection: %s%s", strerror(why),
+            why == EMFILE ? "; raise `ulimit -n`" : "");
         s->no_fd_ns = now;
     }
 }
@@ -1946,7 +1948,8 @@ static void conn_accept(server *s, uint32_t i_listen) {
                      SOCK_NONBLOCK | SOCK_CLOEXEC);
     bool is_http = s->listen[i_listen].is_http;
     conn *c = NULL, who;
-    if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
+    if (fd < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR &&
+        errno != ECONNABORTED && errno != EPROTO) /* else he left meanwhile */
         accept_later(s);
     if (fd < 0) return;
     conn_name(&who, &sa, n_sa);
@@ -2112,7 +2115,10 @@ static void poll_round(server *s, int ms) {
             .fd = c->fd,
             .events = (short)((wants ? POLLIN | more : 0) | (c->n_out > 0 ? POLLOUT : 0))};
     }
-    if (poll(fds, n, ms) < 0) return;
+    if (poll(fds, n, ms) < 0) { /* EINVAL: fewer descriptors are allowed than are open */
+        if (errno != EINTR) nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+        return;
+    }
     if (fds[0].revents && read(s->wake_fd, &n_wakes, sizeof n_wakes) < 0) errno = 0;
     for (uint32_t i = 0; i < s->n_listen; i++)
         if (fds[1 + i].revents && clock_ns() >= s->accept_ns) conn_accept(s, i);
