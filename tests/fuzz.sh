@@ -11,9 +11,10 @@ dir=build-fuzz
 mkdir -p $dir
 command -v clang >/dev/null || { echo "fuzz: SKIP clang is not installed"; exit 77; }
 for target in text config header index state tier slice; do
-    more="k3_temp.c tier_client.c tier_dial.c"
-    [ $target != state ] || more="k3_state.c k3_temp.c tier_client.c tier_dial.c"
-    [ $target != tier ] || more="k3.c k3_temp.c tier_dial.c tier_tls.c" # it includes the client and the server
+    parts="k3_temp.c experts.c k3_pool.c k3_machine.c tier_dial.c"
+    more="$parts tier_client.c"
+    [ $target != state ] || more="k3_state.c $parts tier_client.c"
+    [ $target != tier ] || more="k3.c $parts tier_tls.c" # it includes the client and the server
     # shellcheck disable=SC2086
     clang -std=c99 -D_GNU_SOURCE -O1 -g -fsanitize=fuzzer,address,undefined -Wno-unused-function \
         -o $dir/fuzz_$target tests/fuzz_$target.c $more -luring -ljson-c -lzstd -lssl -lcrypto \
