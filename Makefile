@@ -56,7 +56,7 @@ PLACE_DIRS := -DK3_SOURCE_DIR='"$(CURDIR)"' -DK3_BUILD_DIR='"$(abspath $(BUILD))
               -DK3_SHARE_DIR='"$(PREFIX)/share/k3"' $(if $(COMMIT),-DK3_COMMIT='"$(COMMIT)"')
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
-PARTS   = $(BUILD)/k3_ledger.o $(BUILD)/k3_model.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
+PARTS   = $(BUILD)/k3_ledger.o $(BUILD)/k3_model.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/k3_machine.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 # The k3 program: what tests link too, and what belongs to its main.
 CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options inputs generate screen place gpu \
@@ -65,7 +65,7 @@ CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options inputs generate 
 CLI_MAIN = $(patsubst %,$(BUILD)/cli/%.o,main help manual)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
-          $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/test_pool $(BUILD)/tier_chaos $(BUILD)/tls_bad \
+          $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/test_pool $(BUILD)/test_machine $(BUILD)/tier_chaos $(BUILD)/tls_bad \
           $(BUILD)/k3-tier-fake
 TESTS  += $(BUILD)/test_screen $(BUILD)/test_forecast $(BUILD)/libk3.a
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
@@ -104,7 +104,8 @@ $(BUILD)/k3: $(CLI_MAIN) $(CLI) $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 
-$(BUILD)/k3-tier: $(BUILD)/tier_server$(if $(K3_GPU),_gpu).o $(if $(K3_GPU),$(GPU_OBJECTS)) $(BUILD)/tier_tls.o $(ENGINE)
+$(BUILD)/k3-tier: $(BUILD)/tier_server$(if $(K3_GPU),_gpu).o $(if $(K3_GPU),$(GPU_OBJECTS)) $(BUILD)/tier_tls.o \
+  $(BUILD)/cli/place.o $(ENGINE)
 	$(call say,LD   $@)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS) $(if $(K3_GPU),$(GPU_LIBS))
 
@@ -127,7 +128,7 @@ $(BUILD)/gpu_tier.o: gpu_tier.cu gpu_tier.h kernels.h | $(BUILD)
 	  -gencode=arch=compute_$(lastword $(GPU_ARCHS)),code=compute_$(lastword $(GPU_ARCHS)) -c -o $@ $<
 
 # The GPU arm's part of the server, with a CPU that plays GPU.
-$(BUILD)/k3-tier-fake: tests/fake_gpu.c $(BUILD)/tier_server_gpu.o $(BUILD)/tier_tls.o $(ENGINE)
+$(BUILD)/k3-tier-fake: tests/fake_gpu.c $(BUILD)/tier_server_gpu.o $(BUILD)/tier_tls.o $(BUILD)/cli/place.o $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -DK3_HAVE_GPU $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
 
@@ -192,7 +193,7 @@ $(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o
 
 # Client and server in one program, so without the client's object.
 $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c tier_server.c tier_client.c tier_keep.h \
-  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_ledger.o $(BUILD)/k3_model.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o \
+  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_ledger.o $(BUILD)/k3_model.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/k3_machine.o \
   $(BUILD)/tier_dial.o $(BUILD)/tier_tls.o $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ tests/fuzz_tier.c \
@@ -229,6 +230,10 @@ $(BUILD)/test_kernels: tests/test_kernels.c $(BUILD)/k3.o $(PARTS)
 $(BUILD)/test_pool: tests/test_pool.c $(BUILD)/k3_pool.o
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) -lpthread
+
+$(BUILD)/test_machine: tests/test_machine.c $(BUILD)/k3_machine.o
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^)
 
 $(BUILD)/replay_%: tests/fuzz_%.c tests/fuzz_replay.c $(BUT_MODEL)
 	$(call say,CC   $<)

@@ -202,7 +202,7 @@ bool k3_engine_has_sums(const k3_engine *e);
 const k3_kernels *k3_engine_table(const k3_engine *e);
 
 /* The same without an engine: the named table or the best there is, and how many threads it has;
- * `asked` 0 is one for each core.
+ * `asked` 0 is one for each core, within the CPU quota.
  * Errors  K3_EUSAGE, and NULL: no such table, or a machine that cannot give the bits */
 const k3_kernels *k3_machine_table(const char *name, int asked, int *n_threads, k3_error *err);
 

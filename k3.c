@@ -2,9 +2,8 @@
  *
  * What stays
  *    1  Status, clock, floating-point state
- *    2  What the machine has                (the byte ceiling is k3_ledger.c)
  *    4  Reference kernels (the definition of the bits) and the picker
- *                                           (3 and 5, config.json and shards, are k3_model.c)
+ *                      (2, the byte ceiling, is k3_ledger.c; 3 and 5, config.json and shards, k3_model.c)
  *    6  The bytes: 6.1 disk, 6.2 trunk, 6.3 streamed rows, 6.4 experts in slots, 6.5 pins, 6.6 sums,
  *       6.7 the plan that divides the budget, 6.8 opening the disk
  * What one token does
@@ -43,6 +42,7 @@
 
 #include "kernels.h"
 #include "experts.h"
+#include "k3_machine.h"
 #include "k3_pool.h"
 #include "slice.h"
 #include "tier.h"
@@ -52,7 +52,6 @@
 #include <liburing.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sched.h>
 #include <semaphore.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -130,79 +129,6 @@ static bool fma_is_exact(void) {
         if (fmaf(a, b, c) != hard[i][3]) return false;
     }
     return true;
-}
-
-/* ==== 2. What the machine has =======================================================
- *
- * How much memory this process may take.
- */
-/* The first number after `key` in a small text file, or `otherwise`. */
-static uint64_t read_number(const char *path, const char *key, uint64_t otherwise) {
-    FILE *f = fopen(path, "r");
-    if (!f) return otherwise;
-    char line[256];
-    unsigned long long v = 0;
-    bool is_found = false;
-    while (!is_found && fgets(line, sizeof line, f))
-        if (strncmp(line, key, strlen(key)) == 0)
-            is_found = sscanf(line + strlen(key), "%llu", &v) == 1;
-    fclose(f);
-    return is_found ? v : otherwise;
-}
-
-/* What one control group still allows, reclaimable page cache not counted as taken. */
-static uint64_t cgroup_left(const char *dir, const char *max_name, const char *now_name,
-                            const char *cache_key) {
-    char path[4400];
-    snprintf(path, sizeof path, "%s/%s", dir, max_name);
-    uint64_t cap = read_number(path, "", UINT64_MAX);
-    if (cap == UINT64_MAX) return UINT64_MAX;
-    snprintf(path, sizeof path, "%s/%s", dir, now_name);
-    uint64_t taken = read_number(path, "", 0);
-    snprintf(path, sizeof path, "%s/memory.stat", dir);
-    uint64_t cache = read_number(path, cache_key, 0);
-    taken = taken > cache ? taken - cache : 0;
-    return cap > taken ? cap - taken : 0;
-}
-
-/* The tightest of this process's memory control groups and their parents, version 2 or 1. */
-static uint64_t cgroups_left(void) {
-    char line[4096], dir[4200];
-    uint64_t left = UINT64_MAX;
-    FILE *f = fopen("/proc/self/cgroup", "r");
-    while (f && fgets(line, sizeof line, f)) {
-        line[strcspn(line, "\n")] = 0;
-        char *controllers = strchr(line, ':'),
-             *path = controllers ? strchr(controllers + 1, ':') : NULL;
-        if (!path) continue;
-        *path++ = 0;
-        bool is_v2 = controllers[1] == 0;
-        if (!is_v2 && !strstr(controllers + 1, "memory")) continue;
-        for (;;) {
-            snprintf(dir, sizeof dir, "/sys/fs/cgroup%s%s", is_v2 ? "" : "/memory", path);
-            uint64_t here = is_v2
-                                ? cgroup_left(dir, "memory.max", "memory.current", "inactive_file ")
-                                : cgroup_left(dir, "memory.limit_in_bytes", "memory.usage_in_bytes",
-                                              "total_inactive_file ");
-            if (here < left) left = here;
-            char *up = strrchr(path, '/');
-            if (!up) break;
-            *up = 0; /* the root is the empty path */
-        }
-    }
-    if (f) fclose(f);
-    return left;
-}
-
-/* What this process may still take: MemAvailable or what its control groups leave, whichever is
- * less, less what others are about to take and a margin of 1/16 for the rest of the system. */
-static uint64_t budget_default(uint64_t others) {
-    uint64_t least = (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
-    uint64_t bytes = read_number("/proc/meminfo", "MemAvailable:", least / 1024) * 1024,
-             left = cgroups_left();
-    if (left < bytes) bytes = left;
-    bytes -= others < bytes ? others : bytes;
-    return bytes - bytes / 16;
 }
 
 /* ==== 4. Reference kernels ===========================================================
@@ -393,6 +319,7 @@ const k3_kernels k3_kernels_ref = {
 #define IO_AGAIN 10000 /* interruptions of one request; more are an error */
 STATIC_ASSERT(io_align_is_a_block, IO_ALIGN % 4096 == 0 && (IO_ALIGN & (IO_ALIGN - 1)) == 0);
 STATIC_ASSERT(copies_fit_a_byte_of_bits, K3_MAX_COPIES <= 8);
+#define RING_NAP_NS 1000000 /* before a ring that was short of something is asked again */
 
 enum io_urgency { IO_DEMAND, IO_TRUNK, IO_GUESS, N_URGENCIES };
 enum io_state { IO_IDLE, IO_QUEUED, IO_BUSY, IO_DONE, IO_FAILED };
@@ -442,6 +369,7 @@ typedef struct {
     uint64_t read_bytes, stall_ns, n_changes; /* n_changes: requests that are over */
     struct io_uring ring;
     int wake_fd;
+    int ring_why; /* errno by which the ring became useless; 0: it serves */
 } disk;
 
 static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
@@ -559,6 +487,13 @@ static bool io_next_copy(disk *d, io_req *r) {
     return true;
 }
 
+/* One that was begun fails, and its copy is not to blame. */
+static void io_give_up(disk *d, io_req *r, int why) {
+    d->copies[r->i_copy].queued -= r->n;
+    r->why = why;
+    io_finish(d, r, IO_FAILED);
+}
+
 static void io_done(disk *d, io_req *r) {
     io_copy *c = &d->copies[r->i_copy];
     double ns = (double)(clock_ns() - r->start_ns) / (double)r->n;
@@ -637,29 +572,117 @@ static void ring_arm_wake(disk *d) {
     io_uring_sqe_set_data(sqe, NULL);
 }
 
-/* The ring's thread: fill, wait for any completion or for new work, digest. */
-static void *ring_main(void *arg) {
-    disk *d = arg;
+static void nap(long ns) {
+    struct timespec t = {.tv_nsec = ns};
+    nanosleep(&t, NULL);
+}
+
+/* Hand over what is prepared and wait for a completion. 0, also after an interruption, or the errno of a
+ * ring that is of no use: EPERM where seccomp denies it, or EAGAIN and EBUSY, IO_AGAIN times running. */
+static int ring_enter(struct io_uring *ring, int *n_again) {
+    int rc = io_uring_submit_and_wait(ring, 1);
+    if (rc >= 0) *n_again = 0;
+    if (rc >= 0 || rc == -EINTR) return 0;
+    if ((rc != -EAGAIN && rc != -EBUSY) || (*n_again)++ == IO_AGAIN) return -rc;
+    nap(RING_NAP_NS);
+    return 0;
+}
+
+/* Digest all completions. 0, or the errno by which the ring refuses to wait for new work. */
+static int ring_reap(disk *d) {
+    struct io_uring_cqe *cqe;
+    while (io_uring_peek_cqe(&d->ring, &cqe) == 0) {
+        io_req *r = io_uring_cqe_get_data(cqe);
+        ssize_t res = cqe->res;
+        uint64_t n_wakes;
+        io_uring_cqe_seen(&d->ring, cqe);
+        if (r && !io_advance(d, r, res)) ring_prepare(d, r);
+        if (r) continue;
+        if (res < 0) return (int)-res;
+        if (read(d->wake_fd, &n_wakes, sizeof n_wakes) < 0) n_wakes = 0; /* a false alarm */
+        ring_arm_wake(d);
+    }
+    return 0;
+}
+
+/* Fill, wait for any completion or for new work, digest. 0 when it is to stop, or why it cannot go on. */
+static int ring_serve(disk *d) {
+    int why = 0, n_again = 0;
     ring_arm_wake(d);
-    for (bool is_stopping = false; !is_stopping;) {
+    while (why == 0) {
         pthread_mutex_lock(&d->lock);
         for (io_req *r; (r = io_pop(d));) ring_prepare(d, r);
-        is_stopping = d->is_stopping && d->n_busy == 0;
+        bool is_over = d->is_stopping && d->n_busy == 0;
         pthread_mutex_unlock(&d->lock);
-        struct io_uring_cqe *cqe;
-        if (is_stopping || io_uring_submit_and_wait(&d->ring, 1) < 0) continue;
+        if (is_over) return 0;
+        why = ring_enter(&d->ring, &n_again);
+        if (why == 0) why = ring_reap(d);
+    }
+    return why;
+}
+
+/* What the ring was never given fails. The last io_uring_sq_ready() entries are not yet the kernel's. */
+static void ring_drop(disk *d, int why) {
+    const struct io_uring_sq *sq = &d->ring.sq;
+    pthread_mutex_lock(&d->lock);
+    d->ring_why = why;
+    for (unsigned n = io_uring_sq_ready(&d->ring); n > 0; n--) {
+        const struct io_uring_sqe *sqe = &sq->sqes[(sq->sqe_tail - n) & *sq->kring_mask];
+        io_req *r = (io_req *)(uintptr_t)sqe->user_data;
+        if (r) io_give_up(d, r, why);
+    }
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* The ring is of no use any more: all that is asked for fails, at once. Only what the kernel already reads
+ * is waited for, since it writes to that memory; completions come without the ring's own system call. */
+static void ring_refuse(disk *d, int why) {
+    struct pollfd at[] = {{.fd = d->wake_fd, .events = POLLIN},
+                          {.fd = d->ring.ring_fd, .events = POLLIN}};
+    struct io_uring_cqe *cqe;
+    uint64_t n_wakes;
+    ring_drop(d, why);
+    for (;;) {
+        pthread_mutex_lock(&d->lock);
+        for (io_req *r; (r = io_pop(d));) io_give_up(d, r, why);
+        bool is_over = d->is_stopping && d->n_busy == 0;
+        pthread_mutex_unlock(&d->lock);
+        if (is_over) return;
+        if (poll(at, 2, -1) < 0 && errno != EINTR) nap(RING_NAP_NS);
+        if (read(d->wake_fd, &n_wakes, sizeof n_wakes) < 0) n_wakes = 0; /* it was the ring */
         while (io_uring_peek_cqe(&d->ring, &cqe) == 0) {
             io_req *r = io_uring_cqe_get_data(cqe);
             ssize_t res = cqe->res;
-            uint64_t n_wakes;
             io_uring_cqe_seen(&d->ring, cqe);
-            if (r && !io_advance(d, r, res)) ring_prepare(d, r);
-            if (r) continue;
-            if (read(d->wake_fd, &n_wakes, sizeof n_wakes) < 0) n_wakes = 0; /* a false alarm */
-            ring_arm_wake(d);
+            if (!r || io_advance(d, r, res)) continue;
+            pthread_mutex_lock(&d->lock);
+            io_give_up(d, r, why); /* there is more to read, and no way to ask for it */
+            pthread_mutex_unlock(&d->lock);
         }
     }
+}
+
+/* The ring's thread. */
+static void *ring_main(void *arg) {
+    disk *d = arg;
+    int why = ring_serve(d);
+    if (why) ring_refuse(d, why);
     return NULL;
+}
+
+/* Some systems let a ring be set up and deny its use. The errno of a request that does nothing, or 0. */
+static int ring_try(struct io_uring *ring) {
+    struct io_uring_cqe *cqe;
+    int n_again = 0, why;
+    io_uring_prep_nop(io_uring_get_sqe(ring));
+    for (int i = 0; i < IO_AGAIN; i++) {
+        if ((why = ring_enter(ring, &n_again)) != 0) return why;
+        if (io_uring_peek_cqe(ring, &cqe) != 0) continue; /* it was interrupted */
+        why = -cqe->res;
+        io_uring_cqe_seen(ring, cqe);
+        return why;
+    }
+    return ETIMEDOUT;
 }
 
 static void disk_wake(disk *d) {
@@ -749,8 +772,11 @@ static int disk_fail(const disk *d, const io_req *r, k3_error *err) {
             err, K3_EIO,
             "%s: short: %llu bytes at offset 0x%llx are not all there; did the file shrink?", name,
             n, offset);
-    return fail(err, K3_EIO, "%s: read of %llu bytes at offset 0x%llx: %s", name, n, offset,
-                r->why == ENODEV ? "no copy of the shard is left" : strerror(r->why));
+    bool is_ring = d->is_uring && r->why == d->ring_why;
+    return fail(err, K3_EIO, "%s: read of %llu bytes at offset 0x%llx: %s%s%s", name, n, offset,
+                is_ring ? "io_uring: " : "",
+                r->why == ENODEV ? "no copy of the shard is left" : strerror(r->why),
+                is_ring ? "; use --io pool" : "");
 }
 
 static int disk_threads_start(disk *d, k3_error *err) {
@@ -773,6 +799,19 @@ static void disk_threads_stop(disk *d) {
     d->n_threads = 0;
 }
 
+static int ring_open(disk *d, k3_error *err) {
+    int rc = io_uring_queue_init(2 * IO_MAX_DEPTH, &d->ring, 0);
+    if (rc < 0) return fail(err, K3_EIO, "io_uring: %s; use --io pool", strerror(-rc));
+    d->ring_why = 0;
+    int why = ring_try(&d->ring);
+    d->wake_fd = why ? -1 : eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (d->wake_fd >= 0) return 0;
+    rc = fail(err, K3_EIO, "%s: %s; use --io pool", why ? "io_uring" : "eventfd",
+              strerror(why ? why : errno));
+    io_uring_queue_exit(&d->ring);
+    return rc;
+}
+
 /* Change how bytes are read. Nothing may be queued. */
 static int disk_mode(disk *d, bool is_uring, bool is_direct, int depth, k3_error *err) {
     if (d->n_threads > 0) disk_threads_stop(d);
@@ -782,13 +821,8 @@ static int disk_mode(disk *d, bool is_uring, bool is_direct, int depth, k3_error
     }
     d->is_uring = d->is_direct = false;
     if (is_uring) {
-        int rc = io_uring_queue_init(2 * IO_MAX_DEPTH, &d->ring, 0);
-        if (rc < 0) return fail(err, K3_EIO, "io_uring: %s; use --io pool", strerror(-rc));
-        d->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-        if (d->wake_fd < 0) {
-            io_uring_queue_exit(&d->ring);
-            return fail(err, K3_EIO, "eventfd: %s", strerror(errno));
-        }
+        int rc = ring_open(d, err);
+        if (rc < 0) return rc;
     }
     d->is_uring = is_uring;
     d->is_direct = is_direct;
@@ -2237,7 +2271,7 @@ static int plan_make(k3_engine *e, k3_error *err) {
     const k3_shape *sh = &e->sh;
     const k3_options *o = &e->opt;
     k3_plan *p = &e->plan;
-    p->ram_bytes = e->mem.limit = o->ram_bytes ? o->ram_bytes : budget_default(o->others_bytes);
+    p->ram_bytes = e->mem.limit = o->ram_bytes ? o->ram_bytes : machine_ram_default("", o->others_bytes);
     p->context = o->context ? o->context : sh->max_position < 4096 ? sh->max_position : 4096;
     if (p->context > sh->max_position)
         return fail(err, K3_EUSAGE, "context of %llu exceeds the model's maximum of %u positions",
@@ -4679,11 +4713,11 @@ void k3_options_default(k3_options *o) {
     o->spin_us = 50;
 }
 
+/* 0: one for each core that this process may use, within its CPU quota. */
 static int engine_threads(int asked) {
-    cpu_set_t set;
     if (asked > 0) return asked;
-    CPU_ZERO(&set);
-    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+    int n = machine_threads(machine_cpus_here());
+    return n < POOL_MAX_THREADS ? n : POOL_MAX_THREADS;
 }
 
 static int machine_check(k3_error *err) {
@@ -4725,7 +4759,7 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
 static uint64_t tables_limit(const k3_engine *e) {
     const k3_options *o = &e->opt;
     uint64_t least = e->mem.used + SMALL_TABLES,
-             ram = o->ram_bytes ? o->ram_bytes : budget_default(o->others_bytes);
+             ram = o->ram_bytes ? o->ram_bytes : machine_ram_default("", o->others_bytes);
     return ram > least ? ram : least;
 }
 

@@ -82,7 +82,7 @@ typedef enum { K3_AUTO, K3_ON, K3_OFF } k3_switch;
 typedef struct {
     const char *model_dir; /* required                                                     */
     const char *kernels;   /* "ref" "avx2" "avx512" "neon"; NULL: the best this CPU has    */
-    int n_threads;         /* 0: one per core this process may use                         */
+    int n_threads;         /* 0: one per core this process may use, within its CPU quota   */
     int chunk;             /* most positions computed together, 1..4096; 0: by the budget;
                             * at most 512 where there are tiers                            */
     float eps_lora;        /* q_a and kv_a layernorm eps; K3-SPEC 3.6 default 1e-6         */

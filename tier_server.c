@@ -24,6 +24,8 @@
 
 #include "gpu_bench.h"
 #include "gpu_tier.h"
+#include "cli/place.h"
+#include "k3_machine.h"
 #include "tier_dial.h"
 #include "tier_tls.h"
 #include "slice.h"
@@ -232,6 +234,7 @@ typedef struct {
     uint32_t n_listen, threads, spin_us, clients;
     uint32_t gpu_device, linger_s; /* linger 0: for ever */
     uint64_t ram, vram;
+    bool ram_has_no_unit;   /* --ram was a bare number */
     tier_trust tls;
     bool is_insecure, is_metrics_insecure, no_fill, has_gpu;
 } options;
@@ -1917,15 +1920,17 @@ static void conn_crowd(server *s) {
     s->full_ns = now;
 }
 
-/* The system has no descriptor, or no memory, for one who is waiting; poll would say at once that he
- * still is. Who said no hello makes room, and nobody is accepted for a moment. */
+/* The system has no descriptor, or no memory, for one who is waiting, or does not let us accept; poll would
+ * say at once that he still is. Who said no hello makes room, and nobody is accepted for a moment. */
 static void accept_later(server *s) {
+    int why = errno;
     uint64_t now = clock_ns();
     conn *c = conn_oldest_early(s);
     if (c) conn_close(s, c, NULL);
     s->accept_ns = now + 100000000u;
     if (s->no_fd_ns == 0 || now - s->no_fd_ns > 10 * 1000000000ull) {
-        say("cannot accept a connection: %s; raise `ulimit -n`", strerror(errno));
+        say("cannot accept a connection: %s%s", strerror(why),
+            why == EMFILE ? "; raise `ulimit -n`" : "");
         s->no_fd_ns = now;
     }
 }
@@ -1952,7 +1957,8 @@ static void conn_accept(server *s, uint32_t i_listen) {
                      SOCK_NONBLOCK | SOCK_CLOEXEC);
     bool is_http = s->listen[i_listen].is_http;
     conn *c = NULL, who;
-    if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
+    if (fd < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR &&
+        errno != ECONNABORTED && errno != EPROTO) /* else he left meanwhile */
         accept_later(s);
     if (fd < 0) return;
     conn_name(&who, &sa, n_sa);
@@ -2118,7 +2124,10 @@ static void poll_round(server *s, int ms) {
             .fd = c->fd,
             .events = (short)((wants ? POLLIN | more : 0) | (c->n_out > 0 ? POLLOUT : 0))};
     }
-    if (poll(fds, n, ms) < 0) return;
+    if (poll(fds, n, ms) < 0) { /* EINVAL: fewer descriptors are allowed than are open */
+        if (errno != EINTR) nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+        return;
+    }
     if (fds[0].revents && read(s->wake_fd, &n_wakes, sizeof n_wakes) < 0) errno = 0;
     for (uint32_t i = 0; i < s->n_listen; i++)
         if (fds[1 + i].revents && clock_ns() >= s->accept_ns) conn_accept(s, i);
@@ -2326,7 +2335,7 @@ static const char HELP[] =
     "  --pins FILE       experts to read first and keep, `layer expert` a line\n"
     "  --no-fill         read only pins and what clients want\n"
     "  --clients N       most clients at once, 1 to 64 (default 8)\n"
-    "  --threads N       threads that compute (default: one for each core)\n"
+    "  --threads N       threads that compute (default: one for each core, within the CPU quota)\n"
     "  --kernels NAME    ref, avx2, avx512 or neon: same bits (default: the best here)\n"
     "  --spin-us N       look for the next request so long before sleeping (default 50)\n"
     "  --sums FILE       checksums (default: k3.sums in the model directory, if there)\n"
@@ -2392,6 +2401,7 @@ static int option_set(options *o, const option *k, const char *text) {
         return fail(FAIL_USAGE, "%s: '%s' is not a whole number from %u to %u", k->name, text,
                     k->lo, k->hi);
     case O_SIZE:
+        if (k->at == AT(ram)) o->ram_has_no_unit = text[strspn(text, "0123456789")] == 0;
         if (parse_size(text, field) && *(uint64_t *)field > 0) return DONE;
         return fail(FAIL_USAGE, "%s: '%s' is not a size such as 64G, 512M or 1.5GiB", k->name,
                     text);
@@ -3003,6 +3013,24 @@ static int cmd_serve(server *s) {
 }
 
 #ifndef TIER_SERVER_TEST
+/* Serve, with a word before on a --ram above what is free here, and one after on a --ram that is so small
+ * that a unit was meant. */
+static int cmd_serve_ram(server *s) {
+    char text[320];
+    unsigned long long n = s->o.ram;
+    if (n == 0) return fail(FAIL_USAGE, "--ram SIZE: how much memory may experts take?");
+    if (machine_ram_is_above("", n, 0, text, sizeof text)) say("note: %s", text);
+    int rc = cmd_serve(s);
+    if (rc == DONE || !s->o.ram_has_no_unit || n >= 1u << 20) return rc;
+    return fail(rc, "--ram %llu was read as %llu bytes: did you mean --ram %lluG?", n, n, n);
+}
+
+static int version_say(void) {
+    const char *commit = version_commit();
+    return printf("k3-tier %s (%s)%s%s\n", K3_VERSION, K3_NUMERICS_ID, commit[0] ? ", commit " : "",
+                  commit) < 0 || fflush(stdout) != 0;
+}
+
 /* At K3's dimensions. */
 static int bench(const options *o) {
     char why[512];
@@ -3023,7 +3051,7 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         bool is_help = strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0;
         bool is_version = strcmp(argv[i], "-V") == 0 || strcmp(argv[i], "--version") == 0;
-        if (is_help || is_version) return puts(is_help ? HELP : "k3-tier " K3_VERSION) < 0;
+        if (is_help || is_version) return is_help ? puts(HELP) < 0 : version_say();
     }
     int rc = options_parse(&s.o, argc, argv, is_status || is_bench ? 2 : 1, is_status ? &addr : NULL);
     if (rc != DONE) return rc;
@@ -3041,7 +3069,6 @@ int main(int argc, char **argv) {
 #endif
     if ((s.o.vram || s.o.gpu_device) && !s.o.has_gpu)
         return fail(FAIL_USAGE, "--vram and --gpu-device are for --gpu");
-    if (s.o.ram == 0) return fail(FAIL_USAGE, "--ram SIZE: how much memory may experts take?");
-    return cmd_serve(&s);
+    return cmd_serve_ram(&s);
 }
 #endif

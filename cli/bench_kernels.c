@@ -11,6 +11,7 @@
 #include "cli/commands.h"
 
 #include "cli/inputs.h"
+#include "k3_machine.h"
 #include "k3_common.h"
 #include "experts.h"
 #include "k3_pool.h"
@@ -56,12 +57,6 @@ static uint64_t bench_mix(uint64_t i) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
     return z ^ (z >> 31);
-}
-
-/* What can be taken without swapping: Linux says it, else half of all. */
-static uint64_t bench_free_bytes(void) {
-    uint64_t n = proc_bytes("/proc/meminfo", "MemAvailable");
-    return n ? n : (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2;
 }
 
 #define BENCH_FILL 16384 /* words that a thread fills at a time */
@@ -260,7 +255,7 @@ static int bench_one_shape(const bench_shape *shape, int max_threads, k3_pool *c
     static const size_t batches[] = {1, 2, 3, 4, 8, 16, 64};
     bench_line line[BENCH_MAX_LINES];
     bench_data d = {.shape = *shape};
-    uint64_t want = bench_free_bytes() / 2;
+    uint64_t want = machine_memory_left("").left / 2;
     void *w = NULL, *xp = NULL;
     int rc = K3_ENOMEM;
 

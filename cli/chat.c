@@ -1262,6 +1262,7 @@ typedef struct {
     uint64_t n_left;    /* notes that found no room there                          */
     uint64_t looked_ns; /* when stdout was last looked at                          */
     bool is_left;       /* nobody reads stdout any more                            */
+    bool has_told_silent; /* that no far box was of use                            */
     int (*progress)(void *user, const k3_progress *p);
     buf told;  /* what a command said, for --json                                   */
     int worst; /* exit code of the first turn that failed                           */
@@ -2121,6 +2122,13 @@ static void show_calls(chat *c, const reply *r) {
     buf_free(&out);
 }
 
+static void tell_silent_boxes(chat *c) {
+    k3_stats st;
+    if (c->has_told_silent) return;
+    k3_session_stats(c->s, &st);
+    c->has_told_silent = tiers_say_silent(c->a, &st);
+}
+
 static void tell_rates(chat *c) {
     tell(c, "prompt %llu ids, %.1f tok/s; reply %llu ids, %.1f tok/s (%s); context %zu of %llu",
          (unsigned long long)c->n_prompt, per_second(c->n_prompt, c->prompt_ns),
@@ -2144,6 +2152,7 @@ static int show_end(chat *c, reply *r) {
     c->shown = SHOW_NOTHING;
     c->con.hides_compute = false;
     say_notes(c);
+    if (rc == DONE) tell_silent_boxes(c);
     if (rc != DONE || c->a->json) return rc;
     if (strcmp(c->why, "interrupt") == 0 && !c->a->quiet)
         tell(c, "(stopped; what was said is kept)");
@@ -3140,18 +3149,29 @@ static void history_begin(chat *c) {
     in->history_path = NULL;
 }
 
+#define HISTORY_TRIES 100 /* to lock it, 50 ms apart while another chat writes */
+
 /* The file at `path`, made if absent, locked until it is closed. Others write it by rename: a lock
- * of a file that is no longer there is not the one. */
+ * of a file that is no longer there is not the one. -1, and errno: EWOULDBLOCK is another chat that does not
+ * let go, anything else is the system's reason. A file without a line is then not left behind. */
 static int history_lock(const char *path) {
-    for (int tries = 0; tries < 100; tries++) {
+    int why = EWOULDBLOCK;
+    for (int tries = 0; tries < HISTORY_TRIES; tries++) {
         struct stat a, b;
         int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
         if (fd < 0) return -1;
-        if (flock(fd, LOCK_EX) == 0 && fstat(fd, &a) == 0 && stat(path, &b) == 0 &&
-            a.st_dev == b.st_dev && a.st_ino == b.st_ino)
-            return fd;
+        bool is_locked = flock(fd, LOCK_EX | LOCK_NB) == 0;
+        why = is_locked ? EWOULDBLOCK : errno;
+        bool is_same = fstat(fd, &a) == 0 && stat(path, &b) == 0 && a.st_dev == b.st_dev &&
+                       a.st_ino == b.st_ino;
+        if (is_locked && is_same) return fd;
+        bool is_over = why != EWOULDBLOCK && why != EINTR;
+        if (is_over && is_same && S_ISREG(a.st_mode) && a.st_size == 0) unlink(path);
         close(fd);
+        if (is_over) break;
+        if (!is_locked) nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL);
     }
+    errno = why;
     return -1;
 }
 
@@ -3162,6 +3182,9 @@ static void history_write(edit_state *in) {
     char path[PATH_MAX], temporary[PATH_MAX + 8];
     bool is_history = false;
     int fd = history_lock(in->history_path);
+    if (fd < 0)
+        say("--history %s: cannot be locked (%s); the lines of this session are not kept",
+            in->history_path, errno == EWOULDBLOCK ? "another chat is writing it" : strerror(errno));
     if (fd < 0 || !realpath(in->history_path, path)) goto done;
     History *all = history_read(path, &is_history);
     for (int rc = history(in->mine, &event, H_LAST); all && rc >= 0;
@@ -3516,6 +3539,7 @@ static int chat_engine(chat *c) {
     k3_error err = {{0}};
     engine_gpu(c->a, &o);
     o.snapshots = (uint32_t)c->a->undo;
+    ram_say(&c->con, &o);
     int status = k3_engine_open(&c->e, &o, &err);
     console_clear(&c->con);
     if (status == K3_EBUDGET && o.snapshots && !is_given(c->a, "--undo")) {

@@ -194,11 +194,12 @@ static bool tier_start(const struct sockaddr_un *sa, const paths *p, char *why, 
     return fails(why, n_why, program, "does not start; its words are beside its socket");
 }
 
-/* One of us starts it: the descriptor that is the lock, or -1. */
+/* One of us starts it: the descriptor that is the lock, or -1. Whoever holds it needs no longer than a box
+ * may take to start. */
 static int lock_take(const struct sockaddr_un *sa, char *why, size_t n_why) {
     char lock[sizeof sa->sun_path + 8];
     snprintf(lock, sizeof lock, "%s.lock", sa->sun_path);
-    for (;;) {
+    for (int ms = 0;; ms += GPU_START_TICK_MS) {
         struct stat a, b;
         const char *fault = NULL;
         int fd = open(lock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -207,6 +208,8 @@ static int lock_take(const struct sockaddr_un *sa, char *why, size_t n_why) {
         if (is_locked && fstat(fd, &a) == 0 && stat(lock, &b) == 0 && a.st_ino == b.st_ino)
             return fd; /* else lock_drop took its name: another is the lock now */
         if (fd >= 0) close(fd);
+        if (ms > (GPU_START_S + 10) * 1000)
+            fault = "is held by another k3, and no box came of it; is that k3 stopped?";
         if (interrupted) fault = "interrupted";
         if (fault) {
             fails(why, n_why, lock, fault);

@@ -363,14 +363,18 @@ static int hop_row(hop *h, const char *what, uint32_t n, uint32_t n_chain, uint3
 enum { BARE_BYTES = 48 }; /* of an empty request, and of its reply: a head and the fixed part */
 STATIC_ASSERT(bare_is_head_and_fixed, BARE_BYTES == TIER_HEAD_BYTES + TIER_FIXED_BYTES);
 STATIC_ASSERT(all_boxes_can_be_named, MAX_TIER == TIER_MAX_BOXES);
+#define BARE_NS 1000000000ull /* the other end is this process, over loopback: later is never */
 
-/* All bytes, one way or the other, without ever sleeping. */
+/* All bytes, one way or the other, without ever sleeping, for BARE_NS at most. */
 static bool bare_move(int fd, char *p, bool is_out) {
-    for (size_t n = 0; n < BARE_BYTES;) {
+    uint64_t until = 0;
+    for (size_t n = 0, i = 1; n < BARE_BYTES; i++) {
         ssize_t k = is_out ? send(fd, p + n, BARE_BYTES - n, MSG_DONTWAIT | MSG_NOSIGNAL)
                            : recv(fd, p + n, BARE_BYTES - n, MSG_DONTWAIT);
         if (k == 0 || (k < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR))
             return false;
+        if (i % 4096 == 0 && until == 0) until = clock_ns() + BARE_NS;
+        if (i % 4096 == 0 && clock_ns() > until) return false;
         n += k > 0 ? (size_t)k : 0;
     }
     return true;

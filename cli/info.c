@@ -6,6 +6,7 @@
 #include "cli/options.h"
 #include "cli/place.h"
 
+#include "k3_machine.h"
 #include <stdio.h>
 
 static void info_geometry(const k3_shape *s) {
@@ -40,6 +41,13 @@ static void info_memory(const k3_shape *s, const k3_plan *p) {
            fmt_bytes(least, p->floor_bytes));
 }
 
+/* How many threads compute without --threads, and why so many. */
+static void info_threads(const k3_engine *e) {
+    char why[96];
+    machine_cpus_say(machine_cpus_here(), why, sizeof why);
+    printf("threads      %d: %s\n", k3_engine_threads(e), why);
+}
+
 /* The names alone, for scripts. */
 static int info_kernels_list(void) {
     bool is_first = true;
@@ -68,6 +76,7 @@ int cmd_info(const cli_args *a) {
     for (const char *const *name = k3_kernels_linked(); *name; name++)
         printf("%s%s ", *name, k3_kernels_is_supported(*name) ? "" : " (not on this CPU)");
     printf("- best: %s\n", k3_engine_kernels(e));
+    info_threads(e);
     printf("numerics     %s\n", K3_NUMERICS_ID);
     printf("version      %s%s%s\n", K3_VERSION, version_commit()[0] ? ", commit " : "",
            version_commit());

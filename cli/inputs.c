@@ -10,6 +10,7 @@
 #include "cli/options.h"
 #include "cli/place.h"
 #include "experts.h"
+#include "k3_machine.h"
 #include "k3_common.h"
 #include "slice.h"
 
@@ -309,9 +310,18 @@ void threads_say(const console *con, const k3_engine *e, const k3_options *o) {
         wanted, k3_engine_threads(e));
 }
 
+/* --ram is more than this machine or its control group has left. Before the engine takes any of it. */
+void ram_say(const console *con, const k3_options *o) {
+    char text[320];
+    if (con->is_quiet || !o->ram_bytes) return;
+    if (machine_ram_is_above("", o->ram_bytes, o->others_bytes, text, sizeof text))
+        say("note: %s", text);
+}
+
 int engine_open(k3_engine **e, const k3_options *o) {
     console *con = o->user;
     k3_error err = {{0}};
+    if (!o->headers_only && !o->config_only) ram_say(con, o);
     int status = k3_engine_open(e, o, &err);
     console_clear(con);
     if (status < 0) return fail_status(status, &err);
@@ -360,14 +370,16 @@ uint64_t beyond_allowance(uint64_t bytes) {
     return bytes > covered ? bytes - covered : 0;
 }
 
-void tiers_say_silent(const cli_args *a, const k3_stats *st) {
+bool tiers_say_silent(const cli_args *a, const k3_stats *st) {
     char names[256] = "";
-    if (a->quiet || a->n_tier == 0 || a->gpu || st->far_asked > 0 || st->expert_loads == 0) return;
+    if (a->quiet || a->n_tier == 0 || a->gpu || st->far_asked > 0 || st->expert_loads == 0)
+        return false;
     for (size_t i = 0; i < a->n_tier; i++)
         line_add(names, sizeof names, "%s%s", i ? ", " : "", a->tier[i]);
     say("note: no box was of use (%s): none was there in time, or none held what was wanted; all "
         "was read and computed here; `k3-tier status ADDR` says what a box does",
         names);
+    return true;
 }
 
 uint64_t expert_count(const k3_shape *s) { return moe_layers(s) * s->n_experts; }

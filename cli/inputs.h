@@ -85,7 +85,10 @@ void threads_say(const console *con, const k3_engine *e, const k3_options *o);
 
 /* A note, none with -q, when boxes were named, experts were read, and no box was ever asked; `st` is what
  * was counted since the session was new. */
-void tiers_say_silent(const cli_args *a, const k3_stats *st);
+bool tiers_say_silent(const cli_args *a, const k3_stats *st); /* whether it said so */
+
+/* --ram is above what is free here: a note of one line, none with -q. To be called before the engine is opened. */
+void ram_say(const console *con, const k3_options *o);
 
 /* The plan of `k3 plan` in two lines. */
 void plan_say(const k3_engine *e);

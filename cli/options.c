@@ -209,7 +209,7 @@ const cli_option OPTION[] = {
      "bound for the whole process: 8G, 512M, 1.5GiB; without a unit, bytes;\n"
      "`k3 plan` shows what it buys (default: what is free, less 1/16)"},
     {"--threads", "N", KIND_COUNT, AT(threads), RUN | CHAT | BENCH | VERIFY | PLAN, G_MODEL, "0", 0,
-     1024, "0 is one for each core this process may use"},
+     1024, "0 is one for each core this process may use, within its CPU quota"},
     {"--chunk", "N", KIND_COUNT, AT(chunk), RUN | CHAT | BENCH | PLAN, G_MODEL, "0", 0, 4096,
      "most prompt positions computed together; 0 is 512, more where the trunk or\n"
      "experts are streamed and memory allows (up to 4096), or less where\n"

@@ -153,6 +153,7 @@ static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console 
     k3_error err = {{0}};
     o.headers_only = true;
     o.config_only = a->released;
+    ram_say(con, &o);
     int status = k3_engine_open(e, &o, &err);
     *asked = a->ram;
     if (status >= 0) *asked = k3_engine_plan(*e)->ram_bytes;

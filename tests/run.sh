@@ -22,6 +22,7 @@ replay() {
 compute() {
     run "$BUILD/test_kernels" $quick
     run "$BUILD/test_pool"
+    run "$BUILD/test_machine"
     run "$BUILD/test_text"
     run "$BUILD/test_unicode" $quick
     run "$BUILD/test_model"

@@ -8,6 +8,8 @@ tokenizer_pins.json), with the prompts of demo/golden.json and with the strings 
 replies with demo/golden.json. The ids of the pins need the real tokenizer: name its directory in
 K3_TOKENIZER_DIR. Without it their control tokens, words and structure are still compared.
 """
+import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -831,13 +833,24 @@ def test_refusals():
 
 # ---- A terminal ---------------------------------------------------------------------------
 
+def deny(number, why):
+    """From now on that system call of this process fails with `why`; False: not on this system."""
+    libc = ctypes.CDLL(None)
+    steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50000 | why), (0x06, 0, 0, 0x7fff0000)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = struct.pack("HP", len(steps), ctypes.addressof(code))
+    return libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program) == 0
+
+
 class Terminal:
-    def __init__(self, *args):
+    def __init__(self, *args, before=None):
         args = ("--effort", "none", *args)
         env = dict(os.environ, TERM="xterm", HOME=TMP.name, LC_ALL="C")
         env.pop("XDG_STATE_HOME", None)
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            if before and not before():
+                os._exit(77)
             os.execve(K3, ["k3", "chat", "-q", *args], env)
         self.out = b""
         self.resize(24, 80)
@@ -963,6 +976,28 @@ def test_history():
     check("history: lines of both", "/temp" in text and "/seed" in text, text)
     equal("history: nothing is left behind",
           [n for n in os.listdir(TMP.name) if n.startswith("lines")], ["lines"])
+    flock = {"x86_64": 73, "aarch64": 32}.get(os.uname().machine)
+    nowhere = os.path.join(TMP.name, "unlocked")
+    t = Terminal("--history", nowhere, before=lambda: flock and deny(flock, errno.ENOLCK))
+    t.wait(PROMPT, "history: without locks")
+    t.send(b"/temp\r")
+    t.wait(PROMPT, "history: a line without locks")
+    t.send(b"\x04")
+    if t.exit_code() == 77:
+        return skip("history without locks", "this system filters no calls")
+    check("history: says why it cannot be locked",
+          b"unlocked: cannot be locked (No locks available)" in t.out, t.out)
+    equal("history: no empty file is left", os.path.exists(nowhere), False)
+
+
+def test_silent_boxes():
+    """A box that nobody hears of is named once, after the first reply."""
+    run = subprocess.run([K3, "chat", "--effort", "none", "--tokens", "2", "--tier", "unix:" + TMP.name + "/no.sock"],
+                         input=b"One\nTwo\n", capture_output=True, timeout=120)
+    equal("a box that is not there: the chat goes on", run.returncode, 0)
+    equal("a box that is not there is named once", run.stderr.count(b"no box was of use (unix:"), 1)
+    run = k3("--effort", "none", "--tokens", "2", "--tier", "unix:" + TMP.name + "/no.sock", text="One\n")
+    equal("a box that is not there: -q", run.stderr, b"")
 
 
 def test_completion():
@@ -1113,6 +1148,7 @@ def main():
     test_save_load_cache()
     test_load_refused()
     test_asked_last()
+    test_silent_boxes()
     if not QUICK:
         test_least_memory()
     if has_libedit():

@@ -254,6 +254,28 @@ check "OMP_NUM_THREADS is not read" 0 "OMP_NUM_THREADS=77 is not read; [0-9]+ th
 check "OMP_NUM_THREADS and --threads" 0 "" env OMP_NUM_THREADS=77 "$K3" run --threads 1 --tokens 1 --model "$DEMO" -q "$PARIS"
 env OMP_NUM_THREADS=77 "$K3" run --threads 1 --tokens 1 "$PARIS" 2>&1 | grep -q OMP_NUM && fail "--threads is enough said" "a note" || pass "--threads is enough said"
 
+# --ram above what is free here: a note with both figures, and nothing refused. The figures themselves are
+# of tests/test_machine.c.
+above="note: --ram is 999\.00 TiB, but (this machine|its control group) has [0-9.]+ [GM]iB free.*--ram [0-9]+[GM] fits"
+check "run --ram above the memory" 0 "$above" "$K3" run --ram 999T --tokens 1 "$PARIS"
+check "bench --ram above the memory" 0 "$above" "$K3" bench --ram 999T --tokens 1
+check "plan --ram above the memory" 0 "$above" "$K3" plan --ram 999T --gflops 40
+check "plan --released --ram above the memory" 0 "$above" "$K3" plan --released --ram 999T --gflops 40
+check "chat --ram above the memory" 0 "$above" "$K3" chat --ram 999T </dev/null
+"$K3" run -q --ram 999T --tokens 1 "$PARIS" >"$T/out" 2>"$T/err"
+[ -s "$T/err" ] && fail "-q: no word on --ram" "$(cat "$T/err")" || pass "-q: no word on --ram"
+"$K3" run --ram 200M --tokens 1 "$PARIS" >"$T/out" 2>"$T/err"
+grep -q "note: --ram" "$T/err" && fail "a --ram that fits" "$(cat "$T/err")" || pass "a --ram that fits"
+
+check "info says how many threads and why" 0 "" "$K3" info --model "$DEMO"
+grep -Eq "^threads +[0-9]+: [0-9]+ CPUs?, [0-9]+ cores?(, quota [0-9]+)?$" "$T/out" && pass "info: threads" || fail "info: threads" "$(cat "$T/out")"
+if command -v taskset >/dev/null; then # one allowed CPU, one thread
+    taskset -c "$(taskset -pc $$ | sed 's/.*: //;s/[^0-9].*//')" "$K3" info --model "$DEMO" >"$T/out"
+    grep -Eq "^threads +1: 1 CPU, 1 core" "$T/out" && pass "info: threads of one CPU" || fail "info: threads of one CPU" "$(cat "$T/out")"
+else
+    skip "info: threads of one CPU" "no taskset"
+fi
+
 "$K3" -V >"$T/out" 2>"$T/err"
 if [ -e .git ] && git rev-parse HEAD >/dev/null 2>&1; then
     grep -Eq "^k3 [0-9.]+ \(k3-[a-z0-9-]+\), commit [0-9a-f]{12}" "$T/out" && pass "--version has the commit" || fail "--version has the commit" "$(cat "$T/out")"

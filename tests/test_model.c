@@ -367,7 +367,7 @@ static bool headers_make(const char *dir, bool *has_index) {
     return true;
 }
 
-static uint64_t peak_kib(void) { return read_number("/proc/self/status", "VmHWM:", 0); }
+static uint64_t peak_kib(void) { return machine_number("/proc/self/status", "VmHWM:", 0); }
 
 /* --open: in a process of its own, so that the peak is this open's. */
 static int child_open(const char *dir) {

@@ -9,11 +9,15 @@
  *
  * --quick is for sanitizers: fewer combinations. A test that hangs is ended after a minute.
  */
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/random.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 
 static int mmaps_left = -1; /* mmaps by the engine that still succeed; -1: all */
@@ -1020,6 +1024,117 @@ static void test_queue_random(void) {
     free(room);
 }
 
+/* ---- A ring that may be set up and not used ---- */
+
+/* From now on io_uring_enter() fails in every thread of this process, as under a service manager's or a
+ * container's filter of system calls. */
+static bool ring_deny(void) {
+    struct sock_filter code[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    struct sock_fprog filter = {sizeof code / sizeof *code, code};
+    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+           syscall(__NR_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &filter) == 0;
+}
+
+/* Denied from the start: the mode is refused, the probe says 0, and what is chosen reads. */
+static void denied_before(void) {
+    k3_session *s;
+    k3_error err = {""};
+    uint64_t seed = 1;
+    k3_options o = options(0, 4);
+    if (!ring_deny()) _exit(77);
+    k3_engine *e = open_both(&o, NULL, &s);
+    if (!e) return;
+    CHECK(probe(e, true, false, 8, &seed) == 0);
+    CHECK(probe(e, false, false, 8, &seed) > 0);
+    CHECK_EQ_INT(disk_mode(&e->io, true, false, 8, &err), K3_EIO);
+    CHECK_EQ_STR(err.text, "io_uring: Operation not permitted; use --io pool");
+    CHECK(disk_mode(&e->io, false, false, 8, &err) == 0);
+    CHECK(is_right(s, N_SHORT));
+    close_both(e, s);
+    o.io = K3_IO_URING;
+    CHECK_EQ_INT(k3_engine_open(&e, &o, &err), K3_EIO);
+    CHECK(strstr(err.text, "use --io pool") != NULL);
+    o.io = K3_IO_AUTO;
+    if (!(e = open_both(&o, NULL, &s))) return;
+    CHECK(!e->plan.is_uring);
+    CHECK(is_right(s, N_SHORT));
+    close_both(e, s);
+}
+
+/* Denied while it serves: what waits fails with that errno, what the kernel has already ends as it will,
+ * and the engine closes. The read that the kernel has is one of a pipe, which is not written to yet. */
+static void denied_later(void) {
+    enum { N = 12 };
+    io_req r[N + 1];
+    hashes h;
+    int fd[2];
+    k3_session *s;
+    k3_error err = {""};
+    k3_options o = options(least, 1);
+    o.io = K3_IO_URING;
+    k3_engine *e = open_both(&o, NULL, &s);
+    uint8_t *room = aligned_alloc(IO_ALIGN, (N + 1) * 2 * IO_ALIGN);
+    if (!e || !CHECK(room) || !CHECK(pipe(fd) == 0)) return;
+    CHECK(is_right(s, N_SHORT));
+    shard *sh = (shard *)&e->io.shards[0];
+    int file = sh->fd[0];
+    quiesce(e);
+    usleep(50000); /* for what was read ahead */
+    sh->fd[0] = fd[0];
+    r[N] = (io_req){.to = room + N * 2 * IO_ALIGN, .n = IO_ALIGN};
+    disk_submit(&e->io, &r[N], IO_DEMAND);
+    while (disk_state(&e->io, &r[N]) != IO_BUSY) usleep(1000); /* the watchdog bounds it */
+    usleep(50000);
+    sh->fd[0] = file;
+    if (!ring_deny()) _exit(77);
+    for (int i = 0; i < N; i++) {
+        r[i] = (io_req){.to = room + i * 2 * IO_ALIGN, .offset = (uint64_t)i * 100, .n = 100};
+        disk_submit(&e->io, &r[i], (enum io_urgency)(i % 3));
+    }
+    for (int i = 0; i < N; i++) {
+        disk_wait(&e->io, &r[i]);
+        CHECK(r[i].state == IO_FAILED && r[i].why == EPERM);
+    }
+    CHECK_EQ_INT(disk_fail(&e->io, &r[0], &err), K3_EIO);
+    CHECK(strstr(err.text, "io_uring: Operation not permitted; use --io pool") != NULL);
+    CHECK_EQ_INT(disk_state(&e->io, &r[N]), IO_BUSY);
+    memset(room, 7, IO_ALIGN);
+    CHECK(write(fd[1], room, IO_ALIGN) == IO_ALIGN);
+    disk_wait(&e->io, &r[N]);
+    CHECK(r[N].state == IO_DONE && r[N].at[0] == 7 && r[N].at[IO_ALIGN - 1] == 7);
+    CHECK(e->io.n_busy == 0 && e->io.copies[0].queued == 0 && !e->io.copies[0].is_dead);
+    CHECK_EQ_INT(generate(s, N_SHORT, &h, &err), K3_EIO);
+    CHECK(strstr(err.text, "use --io pool") != NULL);
+    close_both(e, s);
+    free(room);
+}
+
+/* In a process of its own: a filter cannot be taken off again. */
+static void test_ring_denied(void (*run)(void), const char *name) {
+    int status = 0;
+    begin(name);
+    if (!has_uring) return;
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        begin(name); /* alarms are not inherited */
+        test_state.n_failed = 0;
+        run();
+        fflush(stdout);
+        _exit(test_state.n_failed > 0);
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status));
+    if (WEXITSTATUS(status) == 77)
+        SKIP("io_uring denied: this system filters no calls");
+    else
+        CHECK_EQ_INT(WEXITSTATUS(status), 0);
+}
+
 /* ---- Mirrors ---- */
 
 static int n_notes;
@@ -1696,7 +1811,7 @@ static void test_small_pieces(void) {
  * at its peak, and what the ledger has counted; `loop`, the prompt for ever, a byte on stdout when it
  * begins. */
 static int child_main(const char *what, const char *ram) {
-    unsigned long long before = read_number("/proc/self/status", "VmHWM:", 0);
+    unsigned long long before = machine_number("/proc/self/status", "VmHWM:", 0);
     k3_options o = options(strtoull(ram, NULL, 10), 0);
     k3_session *s;
     k3_error err = {""};
@@ -1710,7 +1825,7 @@ static int child_main(const char *what, const char *ram) {
         if (generate(s, N_GEN, &h, &err) < 0) return fprintf(stderr, "%s\n", err.text), 1;
     while (is_loop);
     printf("before %llu peak %llu counted %llu hash %llx\n", before,
-           (unsigned long long)read_number("/proc/self/status", "VmHWM:", 0),
+           (unsigned long long)machine_number("/proc/self/status", "VmHWM:", 0),
            (unsigned long long)(e->mem.used - OVERHEAD_BYTES) / 1024, (unsigned long long)h.logits);
     close_both(e, s);
     return 0;
@@ -1852,6 +1967,8 @@ int main(int argc, char **argv) {
     test_sums_refused();
     test_queue();
     test_queue_random();
+    test_ring_denied(denied_before, "io_uring denied");
+    test_ring_denied(denied_later, "io_uring denied while it reads");
     test_mirrors();
     test_failing_mirror();
     test_bad_place();

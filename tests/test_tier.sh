@@ -394,6 +394,17 @@ held nohup 256
 refused "an empty address" "no address" --listen ""
 "$K3_TIER" --ram 1 --listen "unix:$T/little.sock" >"$T/out" 2>&1
 [ $? = 4 ] && grep -q "the program needs" "$T/out" && pass || fail "--ram 1 without a model" "$(cat "$T/out")"
+for what in "--model $MODEL" "" "--listen unix:$T/little.sock"; do # below an expert, no way to stage, below the program
+    # shellcheck disable=SC2086
+    "$K3_TIER" -q $what --ram 64 >"$T/out" 2>&1
+    grep -q "^k3-tier: --ram 64 was read as 64 bytes: did you mean --ram 64G?" "$T/out" && pass || fail "--ram 64 $what" "$(cat "$T/out")"
+done
+"$K3_TIER" -q --ram 64B --listen "unix:$T/little.sock" >"$T/out" 2>&1
+grep -q "did you mean" "$T/out" && fail "--ram 64B is what was meant" "$(cat "$T/out")" || pass
+"$K3_TIER" --ram 999T --stage-psk-file "$T/none" >"$T/out" 2>&1
+grep -q "note: --ram is 999.00 TiB, but .* GiB free.*--ram [0-9]*[GM] fits" "$T/out" && pass || fail "--ram above the machine's memory" "$(cat "$T/out")"
+"$K3_TIER" --version >"$T/out" 2>&1
+[ "$(sed 's/^k3-tier //' "$T/out")" = "$("$K3" --version | sed 's/^k3 //')" ] && pass || fail "k3-tier --version" "$(cat "$T/out")"
 "$K3_TIER" status "unix:$T/keyed.sock" --psk-file "$T/other" >"$T/out" 2>&1
 grep -q "refused: another key" "$T/out" && pass || fail "status with another key" "$(cat "$T/out")"
 

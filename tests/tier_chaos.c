@@ -209,7 +209,8 @@ int main(int argc, char **argv) {
     }
     for (;;) {
         int client = accept(fd, NULL, NULL);
-        if (client < 0) continue;
+        if (client < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
+        if (client < 0) return perror("accept"), 1;
         seed = seed * 31 + 7;
         if (fork() == 0) {
             close(fd);

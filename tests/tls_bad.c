@@ -187,7 +187,8 @@ static int box_main(char **argv) {
         return die(argv[3]);
     for (;;) {
         int one = 1, fd = accept(ear, NULL, NULL);
-        if (fd < 0) continue;
+        if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
+        if (fd < 0) return die("accept");
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
         if (fork() == 0) {
             box_client(ctx, fd, argv[5]);
