@@ -59,7 +59,7 @@ KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/k3_temp.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 # The k3 program: what tests link too, and what belongs to its main.
-CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options inputs generate screen place gpu \
+CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options args inputs generate screen place gpu \
              run bench bench_kernels replay reader hop where verify plan forecast info tokenize cache \
              slice chat calls complete)
 CLI_MAIN = $(patsubst %,$(BUILD)/cli/%.o,main help manual)
@@ -67,7 +67,7 @@ TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
           $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/test_pool $(BUILD)/tier_chaos $(BUILD)/tls_bad \
           $(BUILD)/k3-tier-fake
-TESTS  += $(BUILD)/test_screen $(BUILD)/test_forecast $(BUILD)/libk3.a
+TESTS  += $(BUILD)/test_screen $(BUILD)/test_forecast $(BUILD)/test_options $(BUILD)/libk3.a
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
           $(BUILD)/replay_state $(BUILD)/replay_tier $(BUILD)/replay_slice
 
@@ -204,7 +204,7 @@ $(BUILD)/test_screen: tests/test_screen.c $(BUILD)/cli/screen.o
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $< $(BUILD)/cli/screen.o
 
-$(BUILD)/test_forecast: tests/test_forecast.c $(CLI) $(ENGINE)
+$(BUILD)/test_forecast $(BUILD)/test_options: $(BUILD)/%: tests/%.c $(CLI) $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 

@@ -14,11 +14,11 @@
  */
 #include "cli/commands.h"
 
+#include "cli/args.h"
 #include "cli/calls.h"
 #include "cli/complete.h"
 #include "cli/console.h"
 #include "cli/inputs.h"
-#include "cli/options.h"
 #include "cli/output.h"
 #include "k3_common.h"
 #include "k3_json.h"
@@ -2027,7 +2027,7 @@ static void show_text(chat *c, int kind, const char *p, size_t n) {
         put_terminal(&out, p, n);
     else
         for (size_t i = 0; i < n; i++) /* with --null a NUL ends the reply, and nothing else */
-            if (p[i] || !c->a->null_ends)
+            if (p[i] || !c->a->chat.null_ends)
                 buf_add(&out, p + i, 1);
             else
                 buf_puts(&out, "\xef\xbf\xbd");
@@ -2136,7 +2136,7 @@ static int show_end(chat *c, reply *r) {
     } else {
         show_calls(c, r);
         if (c->shown == SHOW_THINK && c->has_color) rc = out_write(PLAIN, strlen(PLAIN));
-        if (rc == DONE) rc = out_write(c->a->null_ends && !c->is_terminal ? "\0" : "\n", 1);
+        if (rc == DONE) rc = out_write(c->a->chat.null_ends && !c->is_terminal ? "\0" : "\n", 1);
     }
     if (ferror(stdout)) rc = FAIL_IO;
     c->n_think_out = c->n_answer_out = 0;
@@ -3199,7 +3199,7 @@ static void edit_open(chat *c) {
     el_wset(in->el, EL_ADDFN, L"k3-complete", L"complete commands and files", edit_tab);
     el_set(in->el, EL_BIND, "\t", "k3-complete", NULL);
     el_set(in->el, EL_BIND, "^R", "em-inc-search-prev", NULL);
-    in->history_path = history_find(c->a->history);
+    in->history_path = history_find(c->a->chat.history);
     history_begin(c);
     if (in->history) el_set(in->el, EL_HIST, history, in->history);
     el_source(in->el, NULL);
@@ -3334,14 +3334,14 @@ static int fail_json(const char *name, const char *p, size_t at, const char *why
 }
 
 static int render_file(const cli_args *a, k3_tokenizer *t) {
-    const char *name = strcmp(a->render, "-") == 0 ? "stdin" : a->render, *why = NULL;
-    render_state s = {.thinks = !a->no_think, .effort = EFFORT[a->effort]};
+    const char *name = strcmp(a->chat.render, "-") == 0 ? "stdin" : a->chat.render, *why = NULL;
+    render_state s = {.thinks = !a->chat.no_think, .effort = EFFORT[a->chat.effort]};
     blob file = {0};
     xtml x = {0};
     k3_error err = {{0}};
     buf text = {0};
     size_t at = 0;
-    int rc = blob_read(&file, a->render, SIZE_MAX), status = K3_OK;
+    int rc = blob_read(&file, a->chat.render, SIZE_MAX), status = K3_OK;
     buf_add(&text, file.p, file.n); /* with a NUL behind */
     free(file.p);
     if (rc == DONE && text.is_short) rc = fail_memory(name, file.n);
@@ -3469,7 +3469,7 @@ static int chat_line(chat *c, const buf *line) {
     size_t skip = p[0] == '/' ? 1 : 0;
     if (rc == DONE) rc = chat_text_turn(c, p + skip, line->n - skip);
     if (c->n_reply == n_before && !c->is_terminal) {
-        int ended = out_write(c->a->null_ends ? "\0" : "\n", 1);
+        int ended = out_write(c->a->chat.null_ends ? "\0" : "\n", 1);
         if (rc == DONE) rc = ended;
     }
     return rc;
@@ -3514,7 +3514,7 @@ static int chat_engine(chat *c) {
     o.note = chat_note;
     k3_error err = {{0}};
     engine_gpu(c->a, &o);
-    o.snapshots = (uint32_t)c->a->undo;
+    o.snapshots = (uint32_t)c->a->chat.undo;
     int status = k3_engine_open(&c->e, &o, &err);
     console_clear(&c->con);
     if (status == K3_EBUDGET && o.snapshots && !is_given(c->a, "--undo")) {
@@ -3547,12 +3547,12 @@ static int chat_apply_given(chat *c) {
     const cli_args *a = c->a;
     bool thought = c->render.thinks;
     const char *before = c->render.effort;
-    if (is_given(a, "--temperature")) c->sampler.temperature = a->temperature;
-    if (is_given(a, "--top-p")) c->sampler.top_p = a->top_p;
-    if (is_given(a, "--top-k")) c->sampler.top_k = (uint32_t)a->top_k;
-    if (is_given(a, "--seed")) c->sampler.seed = a->seed;
-    if (is_given(a, "--no-think")) c->render.thinks = !a->no_think;
-    if (is_given(a, "--effort")) c->render.effort = EFFORT[a->effort];
+    if (is_given(a, "--temperature")) c->sampler.temperature = a->sampler.temperature;
+    if (is_given(a, "--top-p")) c->sampler.top_p = a->sampler.top_p;
+    if (is_given(a, "--top-k")) c->sampler.top_k = (uint32_t)a->sampler.top_k;
+    if (is_given(a, "--seed")) c->sampler.seed = a->sampler.seed;
+    if (is_given(a, "--no-think")) c->render.thinks = !a->chat.no_think;
+    if (is_given(a, "--effort")) c->render.effort = EFFORT[a->chat.effort];
     if (before == c->render.effort) return DONE;
     int rc = chat_set_render(c, thought, before);
     if (rc == DONE) tell_again(c);
@@ -3679,16 +3679,17 @@ static void chat_close(chat *c) {
 static void chat_settings(chat *c, const cli_args *a) {
     const char *terminal = getenv("TERM");
     c->a = a;
-    c->render = (render_state){.thinks = !a->no_think, .effort = EFFORT[a->effort]};
+    c->render = (render_state){.thinks = !a->chat.no_think, .effort = EFFORT[a->chat.effort]};
     chat_own_settings(c);
-    c->sampler = (k3_sampler){a->temperature, a->top_p, (uint32_t)a->top_k, a->seed};
-    if (a->system) buf_add_valid(&c->system, a->system, strlen(a->system));
+    c->sampler = (k3_sampler){a->sampler.temperature, a->sampler.top_p, (uint32_t)a->sampler.top_k,
+                              a->sampler.seed};
+    if (a->chat.system) buf_add_valid(&c->system, a->chat.system, strlen(a->chat.system));
     c->is_terminal = !a->json && isatty(STDIN_FILENO) == 1 &&
                      (isatty(STDOUT_FILENO) == 1 || isatty(STDERR_FILENO) == 1);
     c->is_screen = !a->json && isatty(STDOUT_FILENO) == 1;
     c->has_color =
         c->is_terminal && c->is_screen && terminal && *terminal && strcmp(terminal, "dumb") != 0;
-    c->hides_think = a->hide_think;
+    c->hides_think = a->chat.hide_think;
     console_init(&c->con, a->quiet);
 }
 
@@ -3730,14 +3731,16 @@ int cmd_chat(const cli_args *a) {
     memset(&c, 0, sizeof c);
     chat_settings(&c, a);
     int rc = DONE;
-    c.dir = a->model;
-    if (a->null_ends && a->json) rc = fail(FAIL_USAGE, "--null and --json: a line ends each reply");
-    if (a->load && a->system && !a->render)
+    c.dir = a->engine.model_dir;
+    if (a->chat.null_ends && a->json)
+        rc = fail(FAIL_USAGE, "--null and --json: a line ends each reply");
+    if (a->load && a->chat.system && !a->chat.render)
         rc = fail(FAIL_USAGE, "--system and --load: a conversation that is loaded has its own; "
                               "/system adds to it");
-    if (a->ids_only && !a->render) rc = fail(FAIL_USAGE, "--ids-only goes with --render");
-    if (rc == DONE && a->render && a->model) /* the tokenizer is all that it needs */
-        rc = dir_check("--model", a->model, "tiktoken.model");
+    if (a->ids_only && !a->chat.render) rc = fail(FAIL_USAGE, "--ids-only goes with --render");
+    if (rc == DONE && a->chat.render &&
+        a->engine.model_dir) /* the tokenizer is all that it needs */
+        rc = dir_check("--model", a->engine.model_dir, "tiktoken.model");
     else if (rc == DONE)
         rc = model_find(a, &c.dir);
     int status = rc == DONE ? k3_tokenizer_open(&c.t, c.dir, &err) : K3_OK;
@@ -3745,7 +3748,7 @@ int cmd_chat(const cli_args *a) {
     if (status < 0)
         rc = fail_status(status, &err);
     else if (rc == DONE)
-        rc = a->render ? render_file(a, c.t) : chat_run(&c);
+        rc = a->chat.render ? render_file(a, c.t) : chat_run(&c);
     chat_close(&c);
     return rc;
 }
