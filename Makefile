@@ -56,11 +56,11 @@ PLACE_DIRS := -DK3_SOURCE_DIR='"$(CURDIR)"' -DK3_BUILD_DIR='"$(abspath $(BUILD))
               -DK3_SHARE_DIR='"$(PREFIX)/share/k3"' $(if $(COMMIT),-DK3_COMMIT='"$(COMMIT)"')
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
-PARTS   = $(BUILD)/k3_temp.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
+PARTS   = $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 # The k3 program: what tests link too, and what belongs to its main.
 CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options args inputs generate screen place gpu \
-             run bench bench_kernels replay reader hop where verify plan forecast info tokenize cache \
+             run bench bench_kernels replay reader hop where verify resume plan forecast info tokenize cache \
              slice chat calls complete)
 CLI_MAIN = $(patsubst %,$(BUILD)/cli/%.o,main help manual)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD)/test_engine $(BUILD)/test_model \
@@ -186,7 +186,7 @@ $(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o
 
 # Client and server in one program, so without the client's object.
 $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c tier_server.c tier_client.c tier_keep.h \
-  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_temp.o $(BUILD)/experts.o $(BUILD)/k3_pool.o \
+  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o \
   $(BUILD)/tier_dial.o $(BUILD)/tier_tls.o $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ tests/fuzz_tier.c \

@@ -11,12 +11,15 @@
 #define K3_EXPERTS_H
 
 #include "k3.h"
+#include "k3_common.h"
 #include "k3_pool.h"
 #include "kernels.h"
 
 #if defined(__SSE2__)
 #include <xmmintrin.h>
 #endif
+
+#define K3_MAX_SHARDS 4096 /* of a model directory */
 
 /* ---- 1. The format ------------------------------------------------------------------
  *
@@ -66,10 +69,25 @@ static inline void fp_default(void) {
 #define ROW_TILE 96
 #define TILES_A_THREAD 8
 
-/* Rows of a piece of n_rows: no multiple of K3_GROUP, where what comes out is not packed. */
+/* Two threads never write one packed group of h, and a piece is whole tiles of every kernel. */
+STATIC_ASSERT(row_tile_is_whole_groups, ROW_TILE % K3_GROUP == 0);
+STATIC_ASSERT(row_tile_is_whole_kernel_rows, ROW_TILE % K3_KERNEL_ROWS == 0);
+STATIC_ASSERT(each_packed_has_its_scale, N_EXPERT_TENSORS == 6 && W1_SCALE == W1_PACKED + 1 &&
+                                             W3_SCALE == W3_PACKED + 1 &&
+                                             W2_SCALE == W2_PACKED + 1 && W1_PACKED % 2 == 0);
+STATIC_ASSERT(matrices_follow_their_tensors, W1_PACKED == 2 * EXPERT_W1 &&
+                                                 W3_PACKED == 2 * EXPERT_W3 &&
+                                                 W2_PACKED == 2 * EXPERT_W2);
+/* Rows of a piece of n_rows: halves of ROW_TILE that are still whole tiles of the kernels, and no multiple of
+ * K3_GROUP; for what comes out and is not packed. */
+#define LEAST_TILE (2 * K3_KERNEL_ROWS)
+STATIC_ASSERT(halves_of_row_tile_are_whole_kernel_rows,
+              ROW_TILE % LEAST_TILE == 0 &&
+                  (ROW_TILE / LEAST_TILE & (ROW_TILE / LEAST_TILE - 1)) == 0);
+
 static inline size_t tile_for(size_t n_rows, int n_threads) {
     size_t tile = ROW_TILE, most = (size_t)n_threads * TILES_A_THREAD;
-    while (tile > 12 && n_rows < most * tile) tile /= 2;
+    while (tile > LEAST_TILE && n_rows < most * tile) tile /= 2;
     return tile;
 }
 

@@ -16,6 +16,7 @@
 
 #define N_RUNS 400
 #define MAX_ROWS 64
+STATIC_ASSERT(bench_rows_fit_a_request, MAX_ROWS <= TIER_MAX_ROWS);
 #define N_BANKS 128 /* experts uploaded, when there is room */
 
 typedef struct {

@@ -78,6 +78,8 @@ typedef struct {
 } layout;
 
 #define PIECE 2176 /* bytes of one chunk of a block */
+static_assert(PIECE == TILE * TILES * CHUNK / 2 + TILE * TILES * CHUNK / 32, "nibbles and scales of a chunk");
+static_assert(TILES * SPANS == 4, "a ring's stage is four loads of a warp");
 
 static matrix matrix_place(uint32_t rows, uint32_t cols, uint32_t rows_of_block, uint64_t *at) {
     matrix m = {rows, cols, (rows + rows_of_block - 1) / rows_of_block,

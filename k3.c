@@ -36,6 +36,7 @@
 #include "k3_common.h"
 #include "k3_error.h"
 #include "k3_json.h"
+#include "k3_resume.h"
 #include "k3_state.h"
 #include "k3_temp.h"
 
@@ -107,6 +108,7 @@ const char *k3_status_name(int status) {
                                        "cancelled",
                                        "numeric error",
                                        "a far box lied"};
+    STATIC_ASSERT(every_status_has_a_name, sizeof name / sizeof *name == -K3_EREDO + 1);
     int i = status >= 0 ? 0 : -status;
     return i < (int)(sizeof name / sizeof *name) ? name[i] : "unknown status";
 }
@@ -429,6 +431,13 @@ static int config_quantization(const config *c) {
 }
 
 #define MAX_DIM (1u << 24)
+#define MAX_ELEMENTS (1ull << 48) /* of one tensor of a header */
+STATIC_ASSERT(every_matrix_passes_the_header_check, (uint64_t)MAX_DIM * MAX_DIM <= MAX_ELEMENTS);
+STATIC_ASSERT(mxfp4_group_is_a_packed_group, K3_GROUP == 32);
+STATIC_ASSERT(layers_fit_the_wire, K3_MAX_LAYERS <= TIER_MAX_LAYERS);
+STATIC_ASSERT(choices_fit_the_wire, K3_MAX_TOP_K <= TIER_MAX_TOP_K);
+STATIC_ASSERT(slices_keep_to_the_wire,
+              SLICE_MAX_LAYERS == TIER_MAX_LAYERS && SLICE_MAX_EXPERTS == TIER_MAX_EXPERTS);
 
 static int config_numbers(const config *c, k3_shape *sh) {
     uint32_t kv_heads = 0;
@@ -615,6 +624,7 @@ static json_object *json_parse(const char *text, size_t n, int depth, const char
 }
 
 #define CONFIG_MAX_BYTES (256u << 10) /* the release has 7 KB; json-c grows it up to 260-fold */
+STATIC_ASSERT(every_config_can_be_staged, CONFIG_MAX_BYTES <= TIER_MAX_CONFIG);
 
 /* Open a regular file for reading; a FIFO is refused, not waited for. Returns the descriptor
  * or a status with errno set (0: not a regular file). */
@@ -997,7 +1007,7 @@ static const expert_format *const FORMAT = &expert_mxfp4;
 #define EXPERT_TENSOR (FORMAT->tensor)
 
 #define NO_SHARD UINT16_MAX
-#define MAX_SHARDS 4096
+STATIC_ASSERT(no_shard_is_none, K3_MAX_SHARDS <= NO_SHARD);
 
 typedef struct {
     uint64_t offset; /* from the start of the file */
@@ -1015,6 +1025,7 @@ typedef struct {
     int fd_direct[K3_MAX_COPIES];
     uint64_t size;
     bool is_needed; /* holds text tensors, or there is no index */
+    bool is_sparse; /* says that its trunk was left empty on purpose */
 } shard;
 
 typedef struct {
@@ -1355,7 +1366,7 @@ static const char *header_entry_parse(scan *s, header_entry *h) {
     if (why) return why;
     h->n_elements = 1;
     for (int i = 0; i < h->n_dims; i++) {
-        if (h->dims[i] && h->n_elements > (1ull << 48) / h->dims[i])
+        if (h->dims[i] && h->n_elements > MAX_ELEMENTS / h->dims[i])
             return "has an impossible shape";
         h->n_elements *= h->dims[i];
     }
@@ -1475,6 +1486,12 @@ static int header_overlaps(span *spans, size_t n, const char *file, k3_error *er
     return 0;
 }
 
+/* Metadata of scripts/make_checkpoint.py --sparse-trunk: matrices of the trunk are holes, on purpose. */
+static bool header_is_sparse(const char *metadata, size_t n) {
+    static const char mark[] = "\"k3_sparse\"";
+    return memmem(metadata, n, mark, sizeof mark - 1) != NULL;
+}
+
 /* All entries of a header of n bytes. `spans` has room for every entry that n bytes can hold. */
 static int header_scan(model *m, const k3_shape *sh, uint16_t i_shard, const char *text, size_t n,
                        span *spans, k3_error *err) {
@@ -1492,7 +1509,9 @@ static int header_scan(model *m, const k3_shape *sh, uint16_t i_shard, const cha
             is_good = scan_string(&s, name, sizeof name) && scan_char(&s, ':');
             if (!is_good) break;
             if (strcmp(name, "__metadata__") == 0) {
+                const char *from = s.p;
                 if (!(is_good = scan_value(&s))) break;
+                m->shards[i_shard].is_sparse = header_is_sparse(from, (size_t)(s.p - from));
                 continue;
             }
             sp->n_name = (int)strcspn(sp->name, "\"");
@@ -1511,13 +1530,16 @@ static int header_scan(model *m, const k3_shape *sh, uint16_t i_shard, const cha
 
 #define ENTRY_MIN_BYTES 40 /* "":{"dtype":"","shape":[],"data_offsets":[0,0]} has 47 */
 
+/* `n` bytes of text: as many spans as it can have entries, since each has a brace of its own. */
 static int header_entries(model *m, const k3_shape *sh, uint16_t i_shard, const char *text,
                           size_t n, k3_error *err) {
-    span *spans = malloc((n / ENTRY_MIN_BYTES + 1) * sizeof *spans);
-    if (!spans)
-        return fail(err, K3_ENOMEM, "%s: out of memory for its header", m->shards[i_shard].name);
+    uint64_t n_spans = 1, most = n / ENTRY_MIN_BYTES + 1;
+    for (size_t i = 0; i < n; i++) n_spans += text[i] == '{';
+    uint64_t bytes = (n_spans < most ? n_spans : most) * sizeof(span);
+    span *spans = ledger_take(m->mem, bytes, "its header's entries", err);
+    if (!spans) return fail_in(err, m->mem->why, "%s", m->shards[i_shard].name);
     int rc = header_scan(m, sh, i_shard, text, n, spans, err);
-    free(spans);
+    ledger_give(m->mem, spans, bytes);
     return rc;
 }
 
@@ -1552,9 +1574,10 @@ static int read_exact(const shard *s, void *to, uint64_t n, uint64_t offset, k3_
     return rc;
 }
 
-static int header_read(model *m, const k3_shape *sh, uint16_t i_shard, k3_error *err) {
-    const shard *s = &m->shards[i_shard];
+/* The length that the header states; 0 also where it states an impossible one, and err says so. */
+static int header_length(const shard *s, uint64_t *length, k3_error *err) {
     uint8_t len8[8];
+    *length = 0;
     if (s->size < 8)
         return fail(err, K3_EMODEL, "%s: %llu bytes is no safetensors file; download it again",
                     s->name, (unsigned long long)s->size);
@@ -1570,13 +1593,84 @@ static int header_read(model *m, const k3_shape *sh, uint16_t i_shard, k3_error 
     if (n > HEADER_MAX_BYTES)
         return fail(err, K3_EMODEL, "%s: header of %llu bytes, more than the format's limit of %u",
                     s->name, (unsigned long long)n, HEADER_MAX_BYTES);
-    char *text = malloc((size_t)n + 1);
-    if (!text) return fail(err, K3_ENOMEM, "%s: out of memory for its header", s->name);
+    *length = n;
+    return 0;
+}
+
+static int header_read(model *m, const k3_shape *sh, uint16_t i_shard, k3_error *err) {
+    const shard *s = &m->shards[i_shard];
+    uint64_t n;
+    int rc = header_length(s, &n, err);
+    if (rc < 0) return rc;
+    char *text = ledger_take(m->mem, n + 1, "its header", err);
+    if (!text) return fail_in(err, m->mem->why, "%s", s->name);
     if (n > m->header_bytes) m->header_bytes = n;
     rc = read_exact(s, text, n, 8, err);
     if (rc == 0) rc = header_entries(m, sh, i_shard, text, (size_t)n, err);
-    free(text);
+    ledger_give(m->mem, text, n + 1);
     return rc;
+}
+
+/* ---- Counts ----
+ *
+ * config.json says how many experts there are, and a table is made for all of them. Before a large one is made the
+ * headers are looked at: no memory is taken for tensors that no header names. A header is counted in pieces, and only
+ * as far as it is text: the holes of a sparse file name nothing. */
+#define SMALL_TABLES (16u << 20) /* thrice the release's: made without a look, whatever the budget */
+
+static uint64_t count_text(const char *text, size_t n, const char *word) {
+    uint64_t count = 0;
+    size_t n_word = strlen(word);
+    for (const char *p = text, *end = text + n; (p = memmem(p, (size_t)(end - p), word, n_word));) {
+        p += n_word;
+        count++;
+    }
+    return count;
+}
+
+/* Most tensors that the header of a shard can name; 0 when it is none, which header_read will say. */
+static uint64_t header_count(const shard *s) {
+    static const char word[] = "\"data_offsets\"";
+    enum { STEP = 1 << 16, OVERLAP = sizeof word - 2 };
+    char buf[OVERLAP + STEP];
+    uint64_t n, n_found = 0;
+    if (header_length(s, &n, NULL) < 0) return 0;
+    size_t kept = 0;
+    for (uint64_t at = 0, step; at < n; at += step) {
+        step = n - at < STEP ? n - at : STEP;
+        if (read_exact(s, buf + kept, step, 8 + at, NULL) < 0 || memchr(buf, 0, kept + step)) break;
+        n_found += count_text(buf, kept + step, word);
+        size_t all = kept + step;
+        kept = all < OVERLAP ? all : OVERLAP;
+        memmove(buf, buf + all - kept, kept);
+    }
+    return n_found;
+}
+
+static uint64_t model_tensors(const k3_shape *sh) {
+    uint64_t n = N_MODEL_TENSORS;
+    for (uint32_t il = 0; il < sh->n_layers; il++)
+        for (int t = N_MODEL_TENSORS; t < N_TENSORS; t++) n += layer_has(sh, il, TENSOR[t].part);
+    return n + (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts * N_EXPERT_TENSORS;
+}
+
+/* Do the headers name as many tensors as config.json asks for? Looked at only where tables are large, and not in a
+ * slice, which may have any of them: there the budget is the bound. */
+static int model_counts(const model *m, const k3_shape *sh, k3_error *err) {
+    uint64_t n_want = model_tensors(sh), n_named = 0;
+    uint32_t n_shards = 0;
+    if (m->experts_bytes <= SMALL_TABLES || m->opt->config_only || m->opt->experts_only) return 0;
+    for (uint32_t i = 0; i < m->n_shards && n_named < n_want; i++) {
+        if (!m->shards[i].is_needed) continue;
+        n_named += header_count(&m->shards[i]);
+        n_shards++;
+    }
+    if (n_named >= n_want) return 0;
+    return fail(err, K3_EMODEL,
+                "config.json: %u layers, %u of them with %u experts each, are %llu tensors, but "
+                "the headers of %u shards name at most %llu; is the download complete, and this its config.json?",
+                sh->n_layers, sh->n_layers - sh->n_dense, sh->n_experts, (unsigned long long)n_want,
+                n_shards, (unsigned long long)n_named);
 }
 
 /* ---- The index, streamed: only to learn which shards must be there ---- */
@@ -1588,8 +1682,8 @@ static int shard_find(const model *m, const char *name) {
 }
 
 static int shard_add(model *m, const char *name, k3_error *err) {
-    if (m->n_shards == MAX_SHARDS)
-        return fail(err, K3_EMODEL, "%s: more than %d shards", m->dir, MAX_SHARDS);
+    if (m->n_shards == K3_MAX_SHARDS)
+        return fail(err, K3_EMODEL, "%s: more than %d shards", m->dir, K3_MAX_SHARDS);
     shard *grown = realloc(m->shards, (m->n_shards + 1) * sizeof *grown);
     char *copy = strdup(name);
     if (grown) m->shards = grown;
@@ -1828,6 +1922,34 @@ static void model_close(model *m) {
     memset(m, 0, sizeof *m);
 }
 
+static void model_note_sparse(const model *m) {
+    char line[700];
+    for (uint32_t i = 0; i < m->n_shards; i++) {
+        if (!m->shards[i].is_sparse || !m->opt->note) continue;
+        snprintf(line, sizeof line,
+                 "%.500s: its trunk was left empty on purpose (k3_sparse): good for measuring, not "
+                 "for text",
+                 m->shards[i].name);
+        one_line(line);
+        m->opt->note(m->opt->user, line);
+        return; /* one for all of them */
+    }
+}
+
+/* Where tensors lie, all of them nowhere yet. */
+static int model_tables(model *m, const k3_shape *sh, k3_error *err) {
+    m->at = ledger_take(m->mem, m->at_bytes, "tensor table", err);
+    if (!m->at) return m->mem->why;
+    m->experts = ledger_take(m->mem, m->experts_bytes, "expert table", err);
+    if (!m->experts)
+        return fail_in(err, m->mem->why, "config.json: %u layers with %u experts each",
+                       sh->n_layers - sh->n_dense, sh->n_experts);
+    memset(m->at_model, 0xff, sizeof m->at_model); /* NO_SHARD everywhere */
+    memset(m->at, 0xff, m->at_bytes);
+    memset(m->experts, 0xff, m->experts_bytes);
+    return 0;
+}
+
 static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger *mem,
                       k3_error *err) {
     m->dir = o->model_dir;
@@ -1836,15 +1958,10 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
     m->at_bytes = sh->n_layers * sizeof *m->at;
     m->experts_bytes = (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts * sizeof *m->experts;
     shape_dims(sh, m->dims);
-    m->at = ledger_take(mem, m->at_bytes, "tensor table", err);
-    if (!m->at) return mem->why;
-    m->experts = ledger_take(mem, m->experts_bytes, "expert table", err);
-    if (!m->experts) return mem->why;
-    memset(m->at_model, 0xff, sizeof m->at_model); /* NO_SHARD everywhere */
-    memset(m->at, 0xff, m->at_bytes);
-    memset(m->experts, 0xff, m->experts_bytes);
-    if (o->config_only) return 0;
-    int rc = model_shards(m, err);
+    int rc = o->config_only ? 0 : model_shards(m, err);
+    if (rc == 0) rc = model_counts(m, sh, err);
+    if (rc == 0) rc = model_tables(m, sh, err);
+    if (rc < 0 || o->config_only) return rc;
     for (uint32_t i = 0; rc == 0 && i < m->n_shards; i++) {
         if (!m->shards[i].is_needed) continue;
         k3_progress p = {K3_PHASE_OPEN, i, m->n_shards, -1, 0};
@@ -1853,6 +1970,7 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
         rc = header_read(m, sh, (uint16_t)i, err);
         if (rc < 0) return shards_damaged(m, sh, i, rc, err);
     }
+    if (rc == 0) model_note_sparse(m);
     return rc < 0 ? rc : model_complete(m, sh, err);
 }
 
@@ -1882,6 +2000,8 @@ static int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger 
 #define IO_ALIGN 4096u
 #define IO_MAX_DEPTH 64
 #define IO_AGAIN 10000 /* interruptions of one request; more are an error */
+STATIC_ASSERT(io_align_is_a_block, IO_ALIGN % 4096 == 0 && (IO_ALIGN & (IO_ALIGN - 1)) == 0);
+STATIC_ASSERT(copies_fit_a_byte_of_bits, K3_MAX_COPIES <= 8);
 
 enum io_urgency { IO_DEMAND, IO_TRUNK, IO_GUESS, N_URGENCIES };
 enum io_state { IO_IDLE, IO_QUEUED, IO_BUSY, IO_DONE, IO_FAILED };
@@ -2313,7 +2433,8 @@ typedef struct {
 
 #define STREAM_LIVE 64
 #define PIECE_BYTES (8u << 20) /* a streamed piece, about */
-#define PIECE_ROWS  96         /* its rows are a multiple of ROW_TILE */
+#define PIECE_ROWS  96         /* its rows are a multiple of this     */
+STATIC_ASSERT(streamed_pieces_are_whole_tiles, PIECE_ROWS % ROW_TILE == 0);
 
 typedef struct {
     piece *pieces; /* [n_pieces] in order of use; the head's after n_body */
@@ -2371,6 +2492,8 @@ typedef struct {
 
 struct scratch;
 
+#define ZEROS_NAMED 8
+
 struct k3_engine {
     k3_shape sh;
     k3_options opt;
@@ -2401,6 +2524,8 @@ struct k3_engine {
     int64_t *far_sums; /* [boxes][far_rows][latent] answers that are computed here too, or NULL */
     uint32_t n_far_boxes;
     uint32_t far_dice[64], n_far_dice; /* random numbers; how many are not used yet */
+    uint64_t zeros[ZEROS_NAMED];       /* what was told to be nothing but zeros (6.2) */
+    uint32_t n_zeros;
     slot *far_fill; /* the last slot that was filled with what a box serves; NULL: none */
 };
 
@@ -2479,7 +2604,7 @@ static int fail_tensor(const k3_engine *e, uint32_t il, int t, int rc, k3_error 
 }
 
 static const place *trunk_place(const k3_engine *e, uint32_t il, int t) {
-    return il == e->sh.n_layers ? &e->files.at_model[t] : &e->files.at[il][t];
+    return t < N_MODEL_TENSORS ? &e->files.at_model[t] : &e->files.at[il][t];
 }
 
 static uint64_t tensor_rows(const model *m, int t) { return m->dims[TENSOR[t].dims[0]]; }
@@ -2504,6 +2629,99 @@ static const uint64_t *trunk_sum(const k3_engine *e, uint32_t il, int t, uint64_
     return e->sums.sum ? &e->sums.sum[e->sums.first[il * N_TENSORS + (uint32_t)t] + i] : NULL;
 }
 
+/* ---- Bytes that were never written ----
+ *
+ * Tools that make a file in its full size before they fill it leave zeros where they were stopped, and zeros are
+ * numbers like others: scale code 0, weights of 0. So a tensor of zeros and nothing else is told: verify refuses it,
+ * a run makes a note. What may be zero in a model is a bias, and the trunk of a shard that says so itself
+ * (shard.is_sparse). Weights differ from zero in their first bytes, and there the look at them ends. */
+static bool is_zeros(const uint8_t *p, uint64_t n) {
+    return n > 0 && p[0] == 0 && memcmp(p, p + 1, (size_t)n - 1) == 0;
+}
+
+static bool tensor_may_be_zero(const k3_engine *e, uint32_t il, int t) {
+    return t == T_ROUTER_BIAS || t == T_DT_BIAS || t == T_A_LOG ||
+           e->files.shards[trunk_place(e, il, t)->shard].is_sparse;
+}
+
+/* The first of an expert's tensors that is nothing but zeros, or -1. */
+static int expert_zeros(const k3_shape *sh, const expert_view *x) {
+    for (int k = 0; k < N_EXPERT_TENSORS; k++)
+        if (is_zeros(x->p[k], expert_tensor_bytes(sh, k))) return k;
+    return -1;
+}
+
+/* "expert 3 of layer 5: w1.weight_scale has 344064 bytes of zeros and no other (FILE, offset 0x..)": n bytes from
+ * `from` on of a tensor. */
+static void zeros_text(const k3_engine *e, const name_id *id, uint64_t from, uint64_t n, char *out,
+                       size_t cap) {
+    char what[160];
+    const place *at = id->expert_tensor < 0 ? trunk_place(e, id->il, (int)id->tensor) : NULL;
+    const expert_place *x = at ? NULL : model_expert(&e->files, &e->sh, id->il, id->ie);
+    uint16_t i_shard = at ? at->shard : x->shard[id->expert_tensor];
+    uint64_t offset = (at ? at->offset : x->offset[id->expert_tensor]) + from;
+    if (!at)
+        snprintf(what, sizeof what, "expert %u of layer %u: %s", id->ie, id->il,
+                 EXPERT_TENSOR[id->expert_tensor]);
+    else if (id->il == e->sh.n_layers)
+        snprintf(what, sizeof what, "%s", TENSOR[id->tensor].name);
+    else
+        snprintf(what, sizeof what, "%s of layer %u", TENSOR[id->tensor].name, id->il);
+    snprintf(out, cap,
+             "%s: %llu bytes are zeros and nothing else (%s, offset 0x%llx), as if never written",
+             what, (unsigned long long)n, e->files.shards[i_shard].name,
+             (unsigned long long)offset);
+}
+
+/* Is there still something to tell of it: few were told, and not this one? With `takes` it is told now. Returns 1
+ * for yes, 2 for the last one. */
+static int zeros_are_news(k3_engine *e, const name_id *id, bool takes) {
+    uint64_t key =
+        ((uint64_t)id->il << 32 | (id->expert_tensor < 0 ? (uint32_t)id->tensor : id->ie)) << 1;
+    key |= id->expert_tensor >= 0;
+    pthread_mutex_lock(&e->accounts);
+    bool is_new = e->n_zeros < ZEROS_NAMED;
+    for (uint32_t i = 0; is_new && i < e->n_zeros; i++) is_new = e->zeros[i] != key;
+    if (is_new && takes) e->zeros[e->n_zeros++] = key;
+    bool is_last = e->n_zeros == ZEROS_NAMED;
+    pthread_mutex_unlock(&e->accounts);
+    return is_new ? 1 + is_last : 0;
+}
+
+/* A note, once for each tensor of the trunk or expert, of the first few. */
+static void zeros_note(k3_engine *e, const name_id *id, uint64_t from, uint64_t n) {
+    char line[700], what[512];
+    int news = zeros_are_news(e, id, true);
+    if (!news || !e->opt.note) return;
+    zeros_text(e, id, from, n, what, sizeof what);
+    snprintf(line, sizeof line,
+             "%s: what is computed with them is worth nothing; `k3 verify` says what to download "
+             "again%s",
+             what, news == 2 ? " (and no more are named)" : "");
+    e->opt.note(e->opt.user, line);
+}
+
+/* n bytes from `from` on of a tensor of the trunk were read. */
+static void zeros_look(k3_engine *e, uint32_t il, int t, uint64_t from, const uint8_t *p,
+                       uint64_t n) {
+    const name_id id = {(enum tensor)t, -1, il, 0};
+    if (p[0] == 0 && !tensor_may_be_zero(e, il, t) && zeros_are_news(e, &id, false) &&
+        is_zeros(p, n))
+        zeros_note(e, &id, from, n);
+}
+
+/* A piece came by the ring. */
+static void zeros_look_piece(k3_engine *e, const piece *p, const uint16_t *w) {
+    zeros_look(e, p->il, p->t, p->offset - trunk_place(e, p->il, p->t)->offset, (const uint8_t *)w, p->n);
+}
+
+/* An expert was read. */
+static void zeros_look_expert(k3_engine *e, uint32_t il, uint32_t ie, const expert_view *x) {
+    int k = expert_zeros(&e->sh, x);
+    const name_id id = {0, k, il, ie};
+    if (k >= 0) zeros_note(e, &id, 0, expert_tensor_bytes(&e->sh, k));
+}
+
 /* Read a vector to `to`. bf16 is read into the upper half and widened in place: the read of element
  * i lies at or behind its write. */
 static int trunk_read_vector(k3_engine *e, uint32_t il, enum tensor t, void *to, k3_error *err) {
@@ -2513,6 +2731,7 @@ static int trunk_read_vector(k3_engine *e, uint32_t il, enum tensor t, void *to,
     uint8_t *from = (uint8_t *)to + (is_widened ? bytes : 0);
     int rc = engine_read(e, at->shard, from, bytes, at->offset, trunk_sum(e, il, t, 0), err);
     if (rc < 0) return fail_tensor(e, il, t, rc, err);
+    zeros_look(e, il, t, 0, from, bytes);
     if (!is_widened) return 0;
     float *f = to;
     for (uint64_t i = 0; i < n; i++) {
@@ -2555,6 +2774,7 @@ static int trunk_read_matrix(k3_engine *e, uint32_t il, enum tensor t, uint8_t *
         r->sum = sum ? *sum : 0;
         disk_submit(&e->io, r, IO_DEMAND);
     }
+    if (rc == 0) zeros_look(e, il, t, 0, to, n);
     return rc < 0 ? fail_tensor(e, il, t, rc, err) : 0;
 }
 
@@ -2756,6 +2976,14 @@ static int stream_take(k3_engine *e, uint32_t il, int t, const piece **p, const 
     }
     *w = (const uint16_t *)(const void *)r->at;
     return 0;
+}
+
+/* The next piece of a matrix of this model, looked at for bytes that were never written. */
+static int stream_weights(k3_engine *e, uint32_t il, int t, const piece **p, const uint16_t **w,
+                          k3_error *err) {
+    int rc = stream_take(e, il, t, p, w, err);
+    if (rc == 0) zeros_look_piece(e, *p, *w);
+    return rc;
 }
 
 static void stream_release(k3_engine *e) {
@@ -2997,6 +3225,7 @@ static int store_arrived(k3_engine *e, slot *s, expert_view *x, k3_error *err) {
         expert_locate(e, s->il, s->ie, s->req, s->n_reqs, x);
         int rc = expert_check(&e->sh, s->il, s->ie, x, &e->files, err);
         if (rc < 0) return rc;
+        zeros_look_expert(e, s->il, s->ie, x);
         s->state = SLOT_FULL;
         if (!s->is_kept && !s->is_fill) e->store.n_held[s->il - e->sh.n_dense]++;
         s->is_fill = false;
@@ -3355,6 +3584,9 @@ static int sums_load(k3_engine *e, const char *path, int fd, uint64_t size, k3_e
     if (size < SUMS_HEAD || (rc = read_copy(&file, 0, head, SUMS_HEAD, 0, err)) < 0 ||
         (memcmp(head, SUMS_MAGIC, 8) != 0 && memcmp(head, SUMS_MAGIC_1, 8) != 0))
         return rc < 0 ? rc : fail(err, K3_EMODEL, "%s: no file of sums; %s", path, again);
+    if (size / 8 < (uint64_t)(e->sh.n_layers - e->sh.n_dense) * e->sh.n_experts + e->sh.vocab_size)
+        return fail(err, K3_EMODEL, "%s: %llu bytes: cut short, or made for other files; %s", path,
+                    (unsigned long long)size, again);
     if ((rc = sums_make(e, memcmp(head, SUMS_MAGIC, 8) == 0, &fingerprint, err)) < 0) return rc;
     uint64_t n_bytes = e->sums.n * sizeof(uint64_t), *values = sums_values(e);
     if (head[1] != fingerprint || head[2] != e->sums.n)
@@ -3529,6 +3761,15 @@ static uint64_t plan_ring_least(const k3_engine *e) {
 
 #define CHUNK_SHORT 512  /* positions: kernels gain nothing from more                    */
 #define CHUNK_LONG  4096 /* a prompt of so many reads the trunk and each expert once      */
+
+STATIC_ASSERT(a_planned_chunk_fits_a_request, CHUNK_SHORT <= TIER_MAX_ROWS);
+STATIC_ASSERT(every_reply_fits_a_frame, TIER_FIXED_BYTES + (TIER_MAX_EXPERTS + 63) / 64 * 8 +
+                                                (uint64_t)TIER_MAX_ROWS * TIER_MAX_LATENT * 8 <=
+                                            TIER_MAX_FRAME);
+STATIC_ASSERT(every_request_fits_a_frame,
+              TIER_FIXED_BYTES + (uint64_t)TIER_MAX_ROWS * TIER_MAX_LATENT * 4 +
+                      TIER_MAX_EXPERTS * 4 + (uint64_t)TIER_MAX_ROWS * TIER_MAX_TOP_K * 6 <=
+                  TIER_MAX_FRAME);
 
 /* The most positions, a power of two, whose scratch takes at most an eighth of what is above the
  * floor: a longer chunk reads streamed weights fewer times for a prompt, but its memory
@@ -3827,6 +4068,8 @@ static int disk_choose(k3_engine *e, k3_error *err) {
 #define MLA_TOK   8    /* positions x heads whose queries share a pass over the cache */
 #define MLA_HEADS 8
 #define MLA_ROWS (MLA_TOK * MLA_HEADS)
+STATIC_ASSERT(mla_block_is_that_of_numerics_3, MLA_BLOCK == 256);
+STATIC_ASSERT(mla_block_is_whole_groups, MLA_BLOCK % K3_GROUP == 0);
 
 typedef struct { /* [T][.] each; `p` marks packed */
     float *raw[3], *g, *f, *fa, *fap, *b, *att, *attp;
@@ -4158,7 +4401,7 @@ static int linear_streamed(step *st, uint32_t il, size_t T, const job *b) {
     size_t n = tensor_cols(&st->e->files, b->t);
     for (size_t done = 0; done < tensor_rows(&st->e->files, b->t);) {
         stream_loop l = {.st = st, .b = b, .T = T};
-        int rc = stream_take(st->e, il, b->t, &l.p, &l.w, st->err);
+        int rc = stream_weights(st->e, il, b->t, &l.p, &l.w, st->err);
         if (rc < 0) return rc;
         l.tile = tile_for(l.p->n_rows, st->e->n_threads);
         loop_run(st->e, K3_PART_MATRIX, tile_count(l.p->n_rows, l.tile), l.tile * row_ns(n, T), stream_piece,
@@ -4494,6 +4737,7 @@ static void mla_attend(const mla_tile *a) {
 #define ONES8 1, 1, 1, 1, 1, 1, 1, 1
 #define ONES64 ONES8, ONES8, ONES8, ONES8, ONES8, ONES8, ONES8, ONES8
         ONES64, ONES64, ONES64, ONES64};
+    STATIC_ASSERT(ones_fill_a_block, MLA_BLOCK == 4 * 64);
     size_t n_blocks = (size_t)((a->st->pos + a->t0 + a->nt - 1) / MLA_BLOCK) + 1;
     mla_queries(a);
     mla_maxima(a, n_blocks);
@@ -4564,7 +4808,7 @@ static int mla(step *st, uint32_t il) {
 
     st->kv_b = e->layers[il].m[T_KV_B];
     bool is_streamed = !st->kv_b; /* used at both ends of the attention: held as a whole */
-    if (is_streamed && (rc = stream_take(e, il, T_KV_B, &p, &st->kv_b, st->err)) < 0) return rc;
+    if (is_streamed && (rc = stream_weights(e, il, T_KV_B, &p, &st->kv_b, st->err)) < 0) return rc;
     mla_heads(st, il);
     if (is_streamed) stream_release(e);
     pack_rows(e, T, b->attp, b->att, n_o, n_o);
@@ -5366,12 +5610,11 @@ static int forward(step *st, const uint32_t *ids, size_t n_rows, float *logits) 
  * So l are dealt into bins, from the largest down, and only a bin that takes the sum past a power
  * of two, that holds a half-way term, or in which the cut falls, is sorted.
  */
-static const k3_kernels *kernels_pick(const char *name, k3_error *err); /* section 17 */
-
 #define SAMPLE_BINS 1024u
 #define SAMPLE_FAR  16.7f /* exp(-16.7) and all below is less than 2^-24: the last bin begins */
 #define RADIX_BITS  11
 #define RADIX_BINS  (1u << RADIX_BITS)
+STATIC_ASSERT(a_bin_fits_its_number, SAMPLE_BINS <= UINT16_MAX + 1u);
 
 uint32_t k3_sample_greedy(const float *logits, size_t vocab_size) {
     size_t best = 0;
@@ -5441,6 +5684,7 @@ static uint32_t sample_key(float l) {
 /* Sort l[n] downwards, a digit of 11 bits of the keys at a time from the last. */
 static void sample_radix(float *l, float *spare, size_t n) {
     enum { N_DIGITS = 3 };
+    STATIC_ASSERT(digits_cover_a_key, N_DIGITS * RADIX_BITS >= 32);
     uint32_t count[N_DIGITS][RADIX_BINS];
     float *from = l, *to = spare;
     memset(count, 0, sizeof count);
@@ -5551,15 +5795,14 @@ static sample_cut sample_keep(sample_row *r, const k3_sampler *sp, const float *
     return cut;
 }
 
-uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size, uint64_t pos,
-                   void *scratch) {
+uint32_t k3_sample(const k3_engine *e, const k3_sampler *sp, const float *logits, size_t vocab_size,
+                   uint64_t pos, void *scratch) {
     if (!(sp->temperature > 0.0f)) return k3_sample_greedy(logits, vocab_size);
     uint64_t fp = fp_save();
     fp_default();
-    float *l = scratch, *e = l + vocab_size, total;
-    uint32_t *id = (uint32_t *)(void *)(e + vocab_size);
-    sample_row r = {
-        .k = kernels_pick(NULL, NULL), .l = e, .e = (float *)(void *)id, .n = vocab_size};
+    float *l = scratch, *kept = l + vocab_size, total;
+    uint32_t *id = (uint32_t *)(void *)(kept + vocab_size);
+    sample_row r = {.k = e->kern, .l = kept, .e = (float *)(void *)id, .n = vocab_size};
     sample_cut cut = {-INFINITY, vocab_size};
     size_t n = 0, pick = 0;
     r.k->divide(l, logits, sp->temperature, vocab_size);
@@ -5571,16 +5814,16 @@ uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size,
     if (sp->top_p < 1.0f || (sp->top_k > 0 && sp->top_k < vocab_size)) cut = sample_keep(&r, sp, l);
     for (size_t i = 0; i < vocab_size; i++) {
         bool is_last = l[i] == cut.last && cut.n_last > 0;
-        e[n] = l[i];
+        kept[n] = l[i];
         id[n] = (uint32_t)i;
         n += l[i] > cut.last || is_last;
         cut.n_last -= is_last;
     }
-    r.k->exp_sub(e, e, r.top, n);
-    total = e[0];
-    for (size_t i = 1; i < n; i++) total = total + e[i];
-    float target = sample_uniform(sp->seed, pos) * total, sum = e[0];
-    while (pick + 1 < n && !(sum > target)) sum = sum + e[++pick];
+    r.k->exp_sub(kept, kept, r.top, n);
+    total = kept[0];
+    for (size_t i = 1; i < n; i++) total = total + kept[i];
+    float target = sample_uniform(sp->seed, pos) * total, sum = kept[0];
+    while (pick + 1 < n && !(sum > target)) sum = sum + kept[++pick];
     fp_restore(fp);
     return id[pick];
 }
@@ -6066,8 +6309,8 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
         e->opt.mirrors = NULL;
     }
     if (!o->model_dir) return fail(err, K3_EUSAGE, "no model directory given");
-    if (o->n_threads < 0 || o->n_threads > 1024)
-        return fail(err, K3_EUSAGE, "threads is %d, outside 0..1024", o->n_threads);
+    if (o->n_threads < 0 || o->n_threads > POOL_MAX_THREADS)
+        return fail(err, K3_EUSAGE, "threads is %d, outside 0..%d", o->n_threads, POOL_MAX_THREADS);
     if (o->chunk < 0 || o->chunk > 4096)
         return fail(err, K3_EUSAGE, "chunk is %d, outside 0..4096", o->chunk);
     if (o->io_depth < 0 || o->io_depth > IO_MAX_DEPTH)
@@ -6082,9 +6325,17 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
     if (!e->dir) return fail(err, K3_ENOMEM, "out of memory");
     e->opt.model_dir = e->dir;
     e->n_threads = engine_threads(o->n_threads);
-    e->mem.limit = UINT64_MAX; /* until the plan: it names the floor, tables included */
     e->mem.used = OVERHEAD_BYTES + o->caller_bytes;
     return 0;
+}
+
+/* Tables are sized by what files say: they keep to the budget from the start. Below SMALL_TABLES the plan speaks,
+ * which knows the floor. */
+static uint64_t tables_limit(const k3_engine *e) {
+    const k3_options *o = &e->opt;
+    uint64_t least = e->mem.used + SMALL_TABLES,
+             ram = o->ram_bytes ? o->ram_bytes : budget_default(o->others_bytes);
+    return ram > least ? ram : least;
 }
 
 /* Memory, trunk, slots, disk: everything a step needs. */
@@ -6119,10 +6370,12 @@ int k3_engine_open(k3_engine **out, const k3_options *o, k3_error *err) {
     e->mem.lock = &e->accounts;
     int rc = engine_setup(e, o, err);
     if (rc == 0) rc = shape_read(&e->sh, e->dir, o->eps_lora, err);
+    if (rc == 0) e->mem.limit = tables_limit(e);
     if (rc == 0) rc = model_open(&e->files, &e->sh, &e->opt, &e->mem, err);
     if (rc == 0 && !(e->layers = calloc(e->sh.n_layers + 1, sizeof *e->layers)))
         rc = fail(err, K3_ENOMEM, "out of memory for %u layers", e->sh.n_layers);
     if (rc == 0) rc = sums_open(e, err);
+    e->mem.limit = UINT64_MAX; /* until the plan: it names the floor, tables included */
     if (rc == 0 && !o->config_only) rc = disk_open(e, err);
     if (rc == 0 && !o->config_only) e->stamp = files_stamp(e); /* before any weight is read */
     if (rc == 0) rc = far_open(e, err);
@@ -6170,8 +6423,13 @@ const k3_plan *k3_engine_plan(const k3_engine *e) { return &e->plan; }
 
 /* ---- verify ----
  *
- * Every copy of every stretch is read once, a few ahead of the one being looked at. */
+ * Every copy of every stretch is read once, a few ahead of the one being looked at. Stretches have one order, so a
+ * number says how far it came; with k3_options.resume that number is kept every few seconds and when it stops. What
+ * was read from a file that is another one since is read again. */
 #define VERIFY_AHEAD 4
+#ifndef RESUME_NS
+#define RESUME_NS 5000000000u /* so much work, and what is being read, is lost by SIGKILL */
+#endif
 
 typedef struct {
     k3_engine *e;
@@ -6179,15 +6437,62 @@ typedef struct {
         stretch x;
         io_req req[N_EXPERT_TENSORS];
         int n_reqs;
+        uint64_t i;        /* the stretch's number */
     } ahead[VERIFY_AHEAD]; /* asked for, oldest first, from `first` */
     uint32_t first, n_ahead;
     int i_copy;
+    uint64_t i_visit; /* of this copy: stretches visited                        */
+    k3_resume from;   /* where it goes on; copy 0, stretch 0: at the beginning   */
+    k3_resume now;    /* how far it is: every stretch before this one is done    */
+    bool *is_changed; /* [n_files] read again, whatever `from` says; NULL: none  */
+    uint64_t kept_ns; /* when `now` was last kept; 0: it cannot be               */
+    uint64_t skipped; /* bytes that are done already                             */
     uint64_t *values; /* where sums go that are being made, else NULL */
     uint8_t *buf;
     uint64_t room, done, total;
     int64_t n_experts;
+    bool is_zero; /* all pieces so far of the tensor at work */
     k3_error *err;
 } verify;
+
+/* The number of a file among all copies of all shards. */
+static uint64_t verify_file(const verify *v, int i_copy, uint16_t i_shard) {
+    return (uint64_t)i_copy * v->e->files.n_shards + i_shard;
+}
+
+/* Is a stretch done that is read by these requests? */
+static bool verify_is_done(const verify *v, uint64_t i, const io_req *req, int n_reqs) {
+    uint64_t i_copy = (uint64_t)v->i_copy;
+    bool is_before =
+        i_copy < v->from.i_copy || (i_copy == v->from.i_copy && i < v->from.n_stretches);
+    for (int k = 0; is_before && v->is_changed && k < n_reqs; k++)
+        is_before = !v->is_changed[verify_file(v, v->i_copy, req[k].i_shard)];
+    return is_before;
+}
+
+/* Keep how far it is. That it cannot be kept is told once and no reason to stop. */
+static void verify_keep(verify *v) {
+    const k3_options *o = &v->e->opt;
+    char line[1024];
+    k3_error why = {{0}};
+    bool is_behind = v->now.i_copy < v->from.i_copy ||
+                     (v->now.i_copy == v->from.i_copy && v->now.n_stretches <= v->from.n_stretches);
+    if (!v->kept_ns || is_behind)
+        return; /* behind: changed files are read again, and `from` is still right */
+    v->kept_ns = clock_ns();
+    if (k3_resume_write(o->resume, &v->now, &why) == 0) return;
+    v->kept_ns = 0;
+    snprintf(line, sizeof line, "how far this came is not kept: %s", why.text);
+    if (o->note) o->note(o->user, line);
+}
+
+/* Stretch i of the present copy was found good. */
+static void verify_advance(verify *v, uint64_t i) {
+    v->now.i_copy = (uint64_t)v->i_copy;
+    v->now.n_stretches = i + 1;
+    v->now.is_zero = v->is_zero;
+    if (v->kept_ns && clock_ns() - v->kept_ns > RESUME_NS) verify_keep(v);
+}
 
 /* Every value of a trunk tensor's piece is finite. */
 static int verify_finite(const verify *v, const stretch *x, const uint8_t *at) {
@@ -6207,6 +6512,23 @@ static int verify_finite(const verify *v, const stretch *x, const uint8_t *at) {
                     file->name, (unsigned long long)(x->offset + i));
     }
     return 0;
+}
+
+static int verify_fail_zeros(const verify *v, const name_id *id, uint64_t n) {
+    char what[sizeof v->err->text];
+    zeros_text(v->e, id, 0, n, what, sizeof what);
+    return fail(v->err, K3_ECHECK, "%s; download the file again", what);
+}
+
+/* No tensor of the trunk is nothing but zeros: its pieces come in order, and its last one tells. */
+static int verify_zeros(verify *v, const stretch *x, const uint8_t *at) {
+    const k3_engine *e = v->e;
+    uint64_t from = x->offset - trunk_place(e, x->il, x->t)->offset,
+             all = tensor_bytes(e->files.dims, (enum tensor)x->t);
+    const name_id id = {(enum tensor)x->t, -1, x->il, 0};
+    v->is_zero = (from == 0 || v->is_zero) && is_zeros(at, x->n);
+    if (from + x->n < all || !v->is_zero || tensor_may_be_zero(e, x->il, x->t)) return 0;
+    return verify_fail_zeros(v, &id, all);
 }
 
 /* Parts whose sums the disk did not look at: made here, or compared. */
@@ -6232,13 +6554,30 @@ static uint64_t verify_contents(const k3_shape *sh, const expert_view *x) {
     return XXH3_64bits(sum, sizeof sum);
 }
 
+static int verify_expert(verify *v, const stretch *x, const io_req *req, int n_reqs) {
+    k3_engine *e = v->e;
+    expert_view view;
+    expert_locate(e, x->il, x->ie, req, n_reqs, &view);
+    if (v->values) v->values[x->i_sum + x->n_parts - 1] = verify_contents(&e->sh, &view);
+    int rc = expert_check(&e->sh, x->il, x->ie, &view, &e->files, v->err);
+    const name_id id = {0, expert_zeros(&e->sh, &view), x->il, x->ie};
+    if (rc == 0 && id.expert_tensor >= 0)
+        rc = verify_fail_zeros(v, &id, expert_tensor_bytes(&e->sh, id.expert_tensor));
+    v->n_experts += v->i_copy == 0;
+    return rc;
+}
+
 /* Wait for the oldest stretch and look at it. */
 static int verify_oldest(verify *v) {
     k3_engine *e = v->e;
     const stretch *x = &v->ahead[v->first].x;
     io_req *req = v->ahead[v->first].req;
+    uint64_t i = v->ahead[v->first].i;
     int n_reqs = v->ahead[v->first].n_reqs, rc = 0;
     for (int k = 0; k < n_reqs; k++) disk_wait(&e->io, &req[k]);
+    bool is_first = (uint64_t)v->i_copy == v->from.i_copy && i == v->from.n_stretches;
+    if (is_first && !(v->is_changed && v->is_changed[verify_file(v, v->i_copy, req[0].i_shard)]))
+        v->is_zero = v->from.is_zero; /* of the tensor that it is in */
     for (int k = 0; k < n_reqs && rc == 0; k++) {
         rc = req[k].state == IO_FAILED ? disk_fail(&e->io, &req[k], v->err)
                                        : verify_parts(v, x, &req[k], k);
@@ -6247,16 +6586,12 @@ static int verify_oldest(verify *v) {
             fail_tensor(e, x->il, x->t, rc, v->err);
         else
             fail_in(v->err, rc, "expert %u of layer %u", x->ie, x->il);
-        if (v->i_copy > 0) fail_in(v->err, rc, "mirror %s", e->io.copies[v->i_copy].dir);
     }
     if (rc == 0 && x->t < N_TENSORS) rc = verify_finite(v, x, req[0].at);
-    if (rc == 0 && x->t == N_TENSORS) {
-        expert_view view;
-        expert_locate(e, x->il, x->ie, req, n_reqs, &view);
-        if (v->values) v->values[x->i_sum + x->n_parts - 1] = verify_contents(&e->sh, &view);
-        rc = expert_check(&e->sh, x->il, x->ie, &view, &e->files, v->err);
-        v->n_experts += v->i_copy == 0;
-    }
+    if (rc == 0 && x->t < N_TENSORS) rc = verify_zeros(v, x, req[0].at);
+    if (rc == 0 && x->t == N_TENSORS) rc = verify_expert(v, x, req, n_reqs);
+    if (rc < 0 && v->i_copy > 0) fail_in(v->err, rc, "mirror %s", e->io.copies[v->i_copy].dir);
+    if (rc == 0) verify_advance(v, i);
     v->done += x->n;
     v->first = (v->first + 1) % VERIFY_AHEAD;
     v->n_ahead--;
@@ -6270,6 +6605,7 @@ static int verify_visit(void *user, const stretch *x) {
     verify *v = user;
     k3_engine *e = v->e;
     int rc = v->n_ahead == VERIFY_AHEAD ? verify_oldest(v) : 0;
+    uint64_t i_visit = v->i_visit++;
     if (rc < 0) return rc;
     uint32_t i = (v->first + v->n_ahead) % VERIFY_AHEAD;
     io_req *req = v->ahead[i].req;
@@ -6285,6 +6621,12 @@ static int verify_visit(void *user, const stretch *x) {
     }
     for (int k = 0; k < v->ahead[i].n_reqs; k++)
         if (e->files.shards[req[k].i_shard].fd[v->i_copy] < 0) return 0;
+    if (verify_is_done(v, i_visit, req, v->ahead[i].n_reqs)) {
+        v->done += x->n;
+        v->n_experts += x->t == N_TENSORS && v->i_copy == 0;
+        return 0;
+    }
+    v->ahead[i].i = i_visit;
     for (int k = 0; k < v->ahead[i].n_reqs; k++) {
         req[k].only = (uint8_t)(v->i_copy + 1);
         if (v->values) req[k].has_sum = false;
@@ -6296,20 +6638,118 @@ static int verify_visit(void *user, const stretch *x) {
 
 static int verify_measure(void *user, const stretch *x) {
     verify *v = user;
+    uint64_t i_visit = v->i_visit++;
     io_req req[N_EXPERT_TENSORS] = {{.i_shard = x->i_shard}};
     int n = x->t == N_TENSORS ? expert_requests(v->e, x->il, x->ie, NULL, req) : 1;
     for (int k = 0; k < n; k++)
         if (v->e->files.shards[req[k].i_shard].fd[v->i_copy] < 0) return 0;
     v->total += x->n;
+    if (verify_is_done(v, i_visit, req, n)) v->skipped += x->n;
     return 0;
+}
+
+/* What every stretch is: another layout is another check. */
+static int verify_mix(void *user, const stretch *x) {
+    verify *v = user;
+    io_req req[N_EXPERT_TENSORS] = {{.i_shard = x->i_shard, .offset = x->offset, .n = x->n}};
+    int n = x->t == N_TENSORS ? expert_requests(v->e, x->il, x->ie, NULL, req) : 1;
+    for (int k = 0; k < n; k++) {
+        const uint64_t where[] = {v->now.key, req[k].i_shard, req[k].offset, req[k].n};
+        v->now.key = XXH3_64bits(where, sizeof where);
+    }
+    return 0;
+}
+
+/* One number for a file as it is now: its name, size and times. 0: it is not there. */
+static uint64_t verify_file_now(const shard *s, int i_copy) {
+    struct stat st;
+    if (s->fd[i_copy] < 0 || fstat(s->fd[i_copy], &st) != 0) return 0;
+    const uint64_t v[] = {(uint64_t)st.st_size, (uint64_t)st.st_mtim.tv_sec,
+                          (uint64_t)st.st_mtim.tv_nsec, (uint64_t)st.st_ctim.tv_sec,
+                          (uint64_t)st.st_ctim.tv_nsec};
+    return XXH3_64bits_withSeed(v, sizeof v, XXH3_64bits(s->name, strlen(s->name))) | 1;
+}
+
+/* Which check this is, and the files it reads. */
+static int verify_identify(verify *v, bool is_writing) {
+    k3_engine *e = v->e;
+    const sums *u = &e->sums;
+    uint32_t n_shards = e->files.n_shards;
+    v->now.n_files = v->from.n_files = (uint64_t)e->io.n_copies * n_shards;
+    v->now.files = calloc(v->now.n_files + 1, sizeof *v->now.files);
+    v->from.files = calloc(v->now.n_files + 1, sizeof *v->now.files);
+    v->is_changed = calloc(v->now.n_files + 1, sizeof *v->is_changed);
+    if (!v->now.files || !v->from.files || !v->is_changed)
+        return fail(v->err, K3_ENOMEM, "out of memory for %u shards", n_shards);
+    for (int c = 0; c < e->io.n_copies; c++)
+        for (uint32_t i = 0; i < n_shards; i++)
+            v->now.files[verify_file(v, c, (uint16_t)i)] = verify_file_now(&e->files.shards[i], c);
+    v->now.key = 1 + is_writing;
+    if (!is_writing && u->sum)
+        v->now.key = XXH3_64bits_withSeed(u->sum, (size_t)u->n * sizeof *u->sum, 3);
+    sums_visit(e, verify_mix, v);
+    v->from.key = v->now.key;
+    v->from.values = v->now.values = is_writing ? sums_values(e) : NULL;
+    v->from.n_values = v->now.n_values = is_writing ? u->n : 0;
+    return 0;
+}
+
+/* "goes on where it was stopped, at 62.0 % of 1560.86 GB (FILE)". */
+static void verify_say_from(const verify *v, const char *why, uint64_t n_changed) {
+    const k3_options *o = &v->e->opt;
+    char line[1024], changed[96] = "";
+    if (n_changed)
+        snprintf(changed, sizeof changed, "; %llu file%s changed since and %s read again",
+                 (unsigned long long)n_changed, n_changed > 1 ? "s" : "",
+                 n_changed > 1 ? "are" : "is");
+    if (why[0])
+        snprintf(line, sizeof line, "begins at the beginning: %.400s %s", o->resume, why);
+    else
+        snprintf(line, sizeof line,
+                 "goes on where it was stopped, at %.1f %% of %.2f GB%s (%.400s)",
+                 100.0 * (double)v->skipped / (double)(v->total + !v->total),
+                 (double)v->total * 1e-9, changed, o->resume);
+    if (o->note) o->note(o->user, line);
+}
+
+/* Before anything is read: what is to be read, and what of it is done. */
+static int verify_begin(verify *v, bool is_writing) {
+    const k3_options *o = &v->e->opt;
+    char why[128] = "";
+    bool is_resumed = false;
+    uint64_t n_changed = 0;
+    int rc = o->resume ? verify_identify(v, is_writing) : 0;
+    if (rc == 0 && o->resume) {
+        is_resumed = k3_resume_read(o->resume, &v->from, why, sizeof why) > 0;
+        if (!is_resumed) v->from.i_copy = v->from.n_stretches = 0;
+        v->kept_ns = clock_ns();
+    }
+    for (uint64_t i = 0; is_resumed && i < v->now.n_files; i++) {
+        v->is_changed[i] = v->from.files[i] != v->now.files[i];
+        n_changed += v->is_changed[i];
+    }
+    for (v->i_copy = 0; rc == 0 && v->i_copy < v->e->io.n_copies; v->i_copy++) {
+        v->i_visit = 0;
+        sums_visit(v->e, verify_measure, v);
+    }
+    if (is_resumed || why[0]) verify_say_from(v, why, n_changed);
+    return rc;
+}
+
+/* It is through, or keeps how far it came. */
+static void verify_end(verify *v, bool is_through) {
+    if (v->e->opt.resume && is_through) k3_resume_remove(v->e->opt.resume);
+    if (!is_through && v->now.key) verify_keep(v);
+    free(v->now.files);
+    free(v->from.files);
+    free(v->is_changed);
 }
 
 /* All copies, one after another. */
 static int verify_copies(verify *v) {
     int rc = 0;
-    for (v->i_copy = 0; v->i_copy < v->e->io.n_copies; v->i_copy++)
-        sums_visit(v->e, verify_measure, v);
     for (v->i_copy = 0; rc == 0 && v->i_copy < v->e->io.n_copies; v->i_copy++) {
+        v->i_visit = 0;
         rc = sums_visit(v->e, verify_visit, v);
         while (v->n_ahead > 0) {
             int rest = rc == 0 ? verify_oldest(v) : 0;
@@ -6351,9 +6791,12 @@ static int64_t verify_all(k3_engine *e, bool is_writing, bool compares, k3_error
     }
     v.buf = rc == 0 ? ledger_take(&e->mem, VERIFY_AHEAD * room, "verify", err) : NULL;
     if (rc == 0 && !v.buf) rc = e->mem.why;
+    if (rc == 0) rc = verify_begin(&v, is_writing);
     if (rc == 0) rc = verify_copies(&v);
     ledger_give(&e->mem, v.buf, VERIFY_AHEAD * room);
+    bool is_read = rc == 0;
     if (rc == 0 && is_writing) rc = sums_save(e, &out, fingerprint, compares, err);
+    verify_end(&v, is_read && rc != K3_EIO);
     if (rc < 0 && is_writing) e->sums.sum = NULL; /* of what was just read: they would bless it */
     sums_abandon(&out);
     return rc < 0 ? rc : v.n_experts;
@@ -6404,7 +6847,9 @@ int k3_expert_read(k3_engine *e, uint32_t il, uint32_t ie, uint8_t *room, expert
     if (i_bad >= 0)
         return fail_in(err, disk_fail(&e->io, &req[i_bad], err), "expert %u of layer %u", ie, il);
     expert_locate(e, il, ie, req, n, x);
-    return expert_check(&e->sh, il, ie, x, &e->files, err);
+    int rc = expert_check(&e->sh, il, ie, x, &e->files, err);
+    if (rc == 0) zeros_look_expert(e, il, ie, x);
+    return rc;
 }
 
 bool k3_expert_has(const k3_engine *e, uint32_t il, uint32_t ie) {

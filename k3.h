@@ -108,6 +108,9 @@ typedef struct {
     const char *pins;      /* file of experts to keep, `layer expert` a line, hottest first */
     const char *sums;      /* file of sums; NULL: k3.sums in model_dir, if it is there     */
     bool no_check;         /* do not compare what is read with sums                        */
+    const char *resume;    /* verify and write_sums keep in this file how far they came, go on
+                            * from there the next time, with a note, and remove it when they are
+                            * through; NULL: they begin at the beginning                   */
 
     /* Far boxes that hold experts in memory (`k3-tier`). None of these changes a bit either: what
      * a box does not answer, or not in time, is computed here. */
@@ -406,11 +409,11 @@ typedef struct {
 /* Lowest id among the largest logits. */
 uint32_t k3_sample_greedy(const float *logits, size_t vocab_size);
 
-/* Draw the id that follows `pos`, the 0-based position whose row `logits` is.
- * `scratch` is caller's memory: k3_sample_scratch(vocab_size) bytes. */
+/* Draw the id that follows `pos`, the 0-based position whose row `logits` is, with the kernels of `e`.
+ * `scratch` is caller's memory: k3_sample_scratch(vocab_size) bytes. Any number of threads may draw at once. */
 size_t k3_sample_scratch(size_t vocab_size);
-uint32_t k3_sample(const k3_sampler *sp, const float *logits, size_t vocab_size, uint64_t pos,
-                   void *scratch);
+uint32_t k3_sample(const k3_engine *e, const k3_sampler *sp, const float *logits, size_t vocab_size,
+                   uint64_t pos, void *scratch);
 
 /* ---- Text (K3-SPEC 4.1-4.3) ----------------------------------------------------- */
 

@@ -1,4 +1,5 @@
-/* k3_common.h - what engine and programs need and no library has: a clock, numbers as people write them. */
+/* k3_common.h - what engine and programs need and no library has: rules for constants, a clock, numbers
+ * as people write them. */
 #ifndef K3_COMMON_H
 #define K3_COMMON_H
 
@@ -14,6 +15,11 @@
 #include <string.h>
 #include <strings.h>
 #include <time.h>
+
+/* A coupling between constants, stated where the compiler checks it: `rule` names what must hold and is what
+ * the compiler's error shows. Inside and outside of functions; no code, no memory. */
+#define STATIC_ASSERT(rule, condition)                                                             \
+    extern char rule[(condition) ? 1 : -1] __attribute__((unused))
 
 /* CLOCK_MONOTONIC, nanoseconds. */
 static inline uint64_t clock_ns(void) {

@@ -61,6 +61,7 @@
  * far negative level with Huffman coding of literals finds runs and little else, at three times
  * the speed of level 1 and 1 % more bytes.
  */
+#include "k3_common.h"
 #include "k3_error.h"
 #include "k3_pool.h"
 #include "k3_state.h"
@@ -150,6 +151,7 @@ static int write_at(int fd, const void *from, size_t n, uint64_t at, const char 
 #define HEAD_SUM 248 /* where the header's own checksum is */
 #define ENTRY_BYTES 64
 #define MAX_ENTRIES 32
+STATIC_ASSERT(sums_end_the_header, HEAD_TABLE_SUM + 8 == HEAD_SUM && HEAD_SUM + 8 == HEAD_BYTES);
 #define VERSION 2u
 #define OLD_VERSION 1u
 static const uint8_t MAGIC[8] = {'K', '3', 'S', 'T', 'A', 'T', 'E', '\n'};
@@ -186,6 +188,7 @@ typedef struct {
     bool is_required;
     bool (*array)(const source *x, uint32_t i, k3_state_array *out); /* false: no array i */
 } section_kind;
+STATIC_ASSERT(sections_fit_the_table, N_SECTIONS <= MAX_ENTRIES);
 static const section_kind SECTION[N_SECTIONS] = {[IDS] = {"ids", 4, true, ids_array},
                                                  [APP] = {"app", 1, false, app_array},
                                                  [LAYERS] = {"layers", 4, true, layers_array}};
@@ -245,14 +248,16 @@ typedef struct {
 enum { N_WIDE = 11, N_NARROW = 6 };
 
 static void head_fields(head *h, head_field wide[N_WIDE], head_field narrow[N_NARROW]) {
-    const head_field w[N_WIDE] = {
+    const head_field w[] = {
         {48, 48, &h->print.sampled}, {56, 0, &h->print.by_sums}, {64, 0, &h->stamp},
         {72, 72, &h->n_pieces},      {80, 80, &h->file_bytes},   {88, 88, &h->raw_bytes},
         {96, 96, &h->key[0]},        {104, 104, &h->key[1]},     {136, 136, &h->n_doubtful},
         {144, 56, &h->n_pos},        {0, 64, &h->n_app}};
-    const head_field n[N_NARROW] = {{112, 112, &h->vocab_size}, {116, 116, &h->n_layers},
-                                    {120, 120, &h->kda_heads},  {124, 124, &h->kda_dim},
-                                    {128, 128, &h->kv_row},     {152, 0, &h->n_sections}};
+    const head_field n[] = {{112, 112, &h->vocab_size}, {116, 116, &h->n_layers},
+                            {120, 120, &h->kda_heads},  {124, 124, &h->kda_dim},
+                            {128, 128, &h->kv_row},     {152, 0, &h->n_sections}};
+    STATIC_ASSERT(every_number_has_its_place,
+                  sizeof w / sizeof *w == N_WIDE && sizeof n / sizeof *n == N_NARROW);
     memcpy(wide, w, sizeof w);
     memcpy(narrow, n, sizeof n);
 }
@@ -521,6 +526,7 @@ static int key_of(const head *h, const uint32_t *ids, uint64_t n, uint64_t key[2
 #define ZSTD_LEVEL (-256)
 #define CONTEXT_BYTES (384u << 10) /* a zstd context for one plane */
 #define MAX_WORKERS 64
+STATIC_ASSERT(sum_ends_the_piece_head, PIECE_SUM + 8 == PIECE_HEAD);
 
 typedef struct {
     uint32_t section, array; /* by the section's number in the pieces */
@@ -568,7 +574,7 @@ typedef struct {
 } worker;
 
 #define WORKER_BYTES (2 * PIECE_BYTES + 4096 + CONTEXT_BYTES)
-typedef char room_suffices[K3_STATE_ROOM >= WORKER_BYTES ? 1 : -1];
+STATIC_ASSERT(room_suffices, K3_STATE_ROOM >= WORKER_BYTES);
 
 /* zstd for one direction in memory of ours. NULL if a zstd to come should need more of it: then
  * planes are stored as they are, and packed ones cannot be read. */

@@ -26,6 +26,7 @@
  * Encoding uses scratch inside the tokenizer, so one thread encodes at a time; the id
  * look-ups only read. Source: K3-SPEC 4.1 to 4.3.
  */
+#include "k3_common.h"
 #include "k3_error.h"
 #include "k3_json.h"
 #include "k3_unicode.h"
@@ -48,6 +49,8 @@
 #define CONFIG_MAX_DEPTH   32
 #define SLICE_CHARS        400000u
 #define RUN_CHARS          25000u
+STATIC_ASSERT(a_run_fits_a_slice, RUN_CHARS <= SLICE_CHARS);
+STATIC_ASSERT(a_special_fits_a_token, SPECIAL_MAX_BYTES <= TOKEN_MAX_BYTES);
 #define RANKS_FILE         "tiktoken.model"
 #define CONFIG_FILE        "tokenizer_config.json"
 

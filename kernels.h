@@ -157,6 +157,9 @@ K3_INLINE float k3_e8m0(uint8_t code) {
 #define K3_GROUP  32
 #define K3_XBLOCK 8
 
+/* Rows that a kernel keeps in flight divide this one: pieces of work are multiples of it. */
+#define K3_KERNEL_ROWS 6
+
 static inline size_t k3_pad(size_t n) { return (n + (K3_GROUP - 1)) & ~(size_t)(K3_GROUP - 1); }
 
 /* Offset of the 32 floats of group `g` of vector `t`. */

@@ -14,11 +14,25 @@
  *             and a register tile of 3 rows x 2 vectors (12 accumulators, 2 x, 1 weight)
  *             runs over it. Accumulators rest in memory between panels. */
 #define K3_KERNELS_ELEMENTWISE
+#include "k3_common.h"
 #include "kernels.h"
 
-#include <immintrin.h>
+/* Register tiles over a panel: most rows and vectors, and all numbers of rows there are. */
+#define TILE_ROWS         3
+#define TILE_VECS         2
+#define EACH_TILE_ROWS(M) M(3) M(2) M(1)
 
-#define TILE static inline __attribute__((always_inline))
+/* Vectors, and rows in flight with them: at most 12 accumulators. From five vectors on the panel
+ * is no slower. */
+#define FEW_VECS          4
+#define FEW_GROUPS_BF16   32 /* 1024 columns */
+#define FEW_GROUPS_MXFP4  32
+#define EACH_FEW(M)       M(2, 3) M(3, 2) M(4, 1)
+
+/* Vectors of a chain and ymm of columns. */
+#define EACH_CHAIN_TILE(M) M(4, 2) M(1, 8)
+
+#include "kernels_panel.h"
 
 /* ---- Fold, and the MXFP4 tables ---------------------------------------------------- */
 
@@ -48,34 +62,12 @@ TILE float fold(__m256 lo, __m256 hi) {
     s, s | HI(M05(c)), s | HI(M10(c)), s | HI(M15(c)), s | HI(M20(c)), s | HI(M30(c)),      \
         s | HI(M40(c)), s | HI(M60(c))
 #define CODE(c)   { LO8(c), LO8(c), HI8(c, 0), HI8(c, NEG) }
-#define CODE4(c)  CODE((c)), CODE((c) + 1u), CODE((c) + 2u), CODE((c) + 3u)
-#define CODE16(c) CODE4((c)), CODE4((c) + 4u), CODE4((c) + 8u), CODE4((c) + 12u)
-#define CODE64(c) CODE16((c)), CODE16((c) + 16u), CODE16((c) + 32u), CODE16((c) + 48u)
-
 /* mxfp4_table[code]: the low bytes of the 16 nibbles' bf16, then the high bytes. Rows
  * 253..255 never meet a checked model; they only keep any byte inside the table. */
 static const uint8_t mxfp4_table[256][32] __attribute__((aligned(64))) = {
     CODE64(0u), CODE64(64u), CODE64(128u), CODE64(192u)};
 
 TILE __m128i load16(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
-
-/* Two 16-byte loads as the halves of a ymm. */
-TILE __m256i load_pair(const void *a, const void *b) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(a)), load16(b), 1);
-}
-
-/* 32 nibbles (one a byte, high half of the byte 0) to f32, through the low and high byte
- * tables: f[k] has nibbles 4k .. 4k + 3 of each half. */
-TILE void mxfp4_lookup(__m256 f[4], __m256i nibbles, __m256i table_lo, __m256i table_hi) {
-    const __m256i zero = _mm256_setzero_si256();
-    __m256i lo = _mm256_shuffle_epi8(table_lo, nibbles);
-    __m256i hi = _mm256_shuffle_epi8(table_hi, nibbles);
-    __m256i w0 = _mm256_unpacklo_epi8(lo, hi), w1 = _mm256_unpackhi_epi8(lo, hi);
-    f[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, w0));
-    f[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, w0));
-    f[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, w1));
-    f[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, w1));
-}
 
 /* A 32-bit word of bf16 is an even and an odd element: shift for one, mask for the other. */
 TILE __m256 bf16_even(__m256i w) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }
@@ -84,15 +76,51 @@ TILE __m256 bf16_odd(__m256i w) {
 }
 TILE __m256i load32(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 
+/* 16 bytes of nibbles to 16 words for evens and for odds: word j has the bf16 of lane j in its
+ * high half and of lane 8 + j in its low half. The first shuffle brings the bytes of lanes 0..3
+ * and 8..11 to the low half of the ymm, of 4..7 and 12..15 to the high half, alternating, twice:
+ * once for the low and once for the high nibbles. */
+typedef struct {
+    __m256i even, odd;
+} pairs;
+
+TILE pairs mxfp4_pairs(const uint8_t *q, uint8_t code) {
+    const __m256i order = _mm256_setr_epi8(8, 0, 9, 1, 10, 2, 11, 3, 8, 0, 9, 1, 10, 2, 11, 3,
+                                           12, 4, 13, 5, 14, 6, 15, 7, 12, 4, 13, 5, 14, 6, 15, 7);
+    const __m256i shift = _mm256_setr_epi64x(0, 4, 0, 4);
+    const uint8_t *table = mxfp4_table[code];
+    __m256i v = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load16(q)), order);
+    v = _mm256_and_si256(_mm256_srlv_epi64(v, shift), _mm256_set1_epi8(15));
+    __m256i lo = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load16(table)), v);
+    __m256i hi = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load16(table + 16)), v);
+    return (pairs){_mm256_unpacklo_epi8(lo, hi), _mm256_unpackhi_epi8(lo, hi)};
+}
+
 /* ---- Batch 1 -------------------------------------------------------------------- */
 
-/* One group of bf16 in one row: lanes 0..7 in acc[0], 8..15 in acc[1]. */
-TILE void bf16_group(__m256 acc[2], const uint16_t *p, const float *x) {
+/* Between rows of a block: clang otherwise shares the loads of x between rows, and spills weights
+ * for it. gcc does not, and is only disturbed by it. */
+#ifdef __clang__
+#define NEXT_ROW(R) \
+    if ((R) > 1) __asm__ volatile("" ::: "memory")
+#else
+#define NEXT_ROW(R) (void)(R)
+#endif
+
+/* acc[vector][half]: lanes 0..7 of a row's dot16 in half 0, 8..15 in half 1. This is eight weights
+ * of the row times those places of V vectors. */
+TILE void add(const int V, __m256 acc[][2], const int half, __m256 w, const float *x) {
+    UNROLL for (int t = 0; t < V; t++)
+        acc[t][half] = _mm256_fmadd_ps(w, _mm256_load_ps(x + t * K3_GROUP), acc[t][half]);
+}
+
+/* One group of bf16 of one row. */
+TILE void bf16_group(const int V, __m256 acc[][2], const uint16_t *p, const float *x) {
     __m256i v0 = load32(p), v1 = load32(p + 16);
-    acc[0] = _mm256_fmadd_ps(bf16_even(v0), _mm256_load_ps(x), acc[0]);
-    acc[1] = _mm256_fmadd_ps(bf16_even(v1), _mm256_load_ps(x + 8), acc[1]);
-    acc[0] = _mm256_fmadd_ps(bf16_odd(v0), _mm256_load_ps(x + 16), acc[0]);
-    acc[1] = _mm256_fmadd_ps(bf16_odd(v1), _mm256_load_ps(x + 24), acc[1]);
+    add(V, acc, 0, bf16_even(v0), x);
+    add(V, acc, 1, bf16_even(v1), x + 8);
+    add(V, acc, 0, bf16_odd(v0), x + 16);
+    add(V, acc, 1, bf16_odd(v1), x + 24);
 }
 
 #define BF16_AHEAD 1024 /* bytes of one row to ask for in advance */
@@ -100,22 +128,22 @@ TILE void bf16_group(__m256 acc[2], const uint16_t *p, const float *x) {
 /* R rows of bf16 against one vector. The last, short group is copied to a padded one. */
 TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t n,
                     const float *x) {
-    __m256 acc[8][2];
-    for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+    __m256 acc[4][1][2];
+    UNROLL for (int r = 0; r < R; r++) acc[r][0][0] = acc[r][0][1] = _mm256_setzero_ps();
     size_t i = 0;
     for (; i + K3_GROUP <= n; i += K3_GROUP)
-        for (int r = 0; r < R; r++) {
+        UNROLL for (int r = 0; r < R; r++) {
             const uint16_t *p = w + (size_t)r * ldw + i;
             _mm_prefetch((const char *)p + BF16_AHEAD, _MM_HINT_T0);
-            bf16_group(acc[r], p, x + i);
+            bf16_group(1, acc[r], p, x + i);
         }
     if (i < n)
-        for (int r = 0; r < R; r++) {
+        UNROLL for (int r = 0; r < R; r++) {
             uint16_t last[K3_GROUP] = {0};
             memcpy(last, w + (size_t)r * ldw + i, (n - i) * sizeof *last);
-            bf16_group(acc[r], last, x + i);
+            bf16_group(1, acc[r], last, x + i);
         }
-    for (int r = 0; r < R; r++) y[r] = fold(acc[r][0], acc[r][1]);
+    UNROLL for (int r = 0; r < R; r++) y[r] = fold(acc[r][0][0], acc[r][0][1]);
 }
 
 static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
@@ -125,75 +153,114 @@ static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, 
     for (; r < n_rows; r++) bf16_rows(1, y + r, w + r * ldw, ldw, n, x);
 }
 
-/* Four floats in both halves. */
-TILE __m256 twice(const float *x) { return _mm256_broadcast_ps((const __m128 *)x); }
+/* One group of MXFP4 of one row. */
+TILE void mxfp4_group(const int V, __m256 acc[][2], const uint8_t *q, uint8_t code,
+                      const float *x) {
+    pairs w = mxfp4_pairs(q, code);
+    add(V, acc, 0, bf16_odd(w.even), x);
+    add(V, acc, 1, bf16_even(w.even), x + 8);
+    add(V, acc, 0, bf16_odd(w.odd), x + 16);
+    add(V, acc, 1, bf16_even(w.odd), x + 24);
+}
 
-/* Two rows of MXFP4 against one vector, `step` rows apart, so that step 0 runs a last single
- * row twice. acc[k] has lanes 4k .. 4k + 3 of one row in its low half, of the other in its
- * high half. Two rows in flight suffice: the decoding takes longer than the chain. The next
- * two rows are asked for into L1, and what follows 8 KiB later into L2: the L1 requests alone
+/* R rows of MXFP4, 1 or 4, against one vector. While a block of rows is read, the next one is
+ * asked for line by line into L1, and what follows 8 KiB later into L2: the L1 requests alone
  * would wait for memory, and there are few slots to wait in. */
-TILE void mxfp4_pair(size_t step, float *y, const uint8_t *q, const uint8_t *s, size_t n,
+TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, size_t n,
                      const float *x) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    const size_t row = n / 2 * step, srow = n / K3_GROUP * step;
-    const char *pf = (const char *)q + n, *pfs = (const char *)s + n / 16;
+    const size_t n_group = n / K3_GROUP, row = n / 2;
+    const char *pf = (const char *)q + (size_t)R * row;
+    const char *pfs = (const char *)s + (size_t)R * n_group;
     const float *x_end = x + n;
-    __m256 acc[4];
-    for (int k = 0; k < 4; k++) acc[k] = _mm256_setzero_ps();
-    for (; x < x_end; x += K3_GROUP, q += 16, s++, pf += 32, pfs += 2) {
+    __m256 acc[4][1][2];
+    UNROLL for (int r = 0; r < R; r++) acc[r][0][0] = acc[r][0][1] = _mm256_setzero_ps();
+    for (; x < x_end; x += K3_GROUP, q += 16, s++, pf += R * 16, pfs += R) {
         _mm_prefetch(pf, _MM_HINT_T0);
         _mm_prefetch(pf + 8192, _MM_HINT_T1);
         _mm_prefetch(pfs, _MM_HINT_T0);
-        const uint8_t *ta = mxfp4_table[s[0]], *tb = mxfp4_table[s[srow]];
-        __m256i lo = load_pair(ta, tb), hi = load_pair(ta + 16, tb + 16);
-        __m256i v = load_pair(q, q + row);
-        __m256 w[4];
-        mxfp4_lookup(w, _mm256_and_si256(v, mask), lo, hi);
-        for (int k = 0; k < 4; k++) acc[k] = _mm256_fmadd_ps(w[k], twice(x + k * 4), acc[k]);
-        mxfp4_lookup(w, _mm256_and_si256(_mm256_srli_epi16(v, 4), mask), lo, hi);
-        for (int k = 0; k < 4; k++) acc[k] = _mm256_fmadd_ps(w[k], twice(x + 16 + k * 4), acc[k]);
+        UNROLL for (int r = 0; r < R; r++) {
+            mxfp4_group(1, acc[r], q + (size_t)r * row, s[(size_t)r * n_group], x);
+            NEXT_ROW(R);
+        }
     }
-    __m256 s4 = _mm256_add_ps(_mm256_add_ps(acc[0], acc[2]), _mm256_add_ps(acc[1], acc[3]));
-    __m256 s2 = _mm256_add_ps(s4, _mm256_permute_ps(s4, 0x4e));
-    __m256 s1 = _mm256_add_ps(s2, _mm256_movehdup_ps(s2));
-    y[0] = _mm_cvtss_f32(_mm256_castps256_ps128(s1)) + 0.0f;
-    y[step] = _mm_cvtss_f32(_mm256_extractf128_ps(s1, 1)) + 0.0f;
+    UNROLL for (int r = 0; r < R; r++) y[r] = fold(acc[r][0][0], acc[r][0][1]);
 }
 
 /* Out of line, so that the loop has the registers to itself. */
-static __attribute__((noinline)) void mxfp4_two(float *y, const uint8_t *q, const uint8_t *s,
-                                                size_t n, const float *x) {
-    mxfp4_pair(1, y, q, s, n, x);
+static __attribute__((noinline)) void mxfp4_rows4(float *y, const uint8_t *q, const uint8_t *s,
+                                                  size_t n, const float *x) {
+    mxfp4_rows(4, y, q, s, n, x);
 }
 
 static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
                          const float *x) {
     size_t r = 0, n_group = n / K3_GROUP, row = n / 2;
-    for (; r + 2 <= n_rows; r += 2) mxfp4_two(y + r, q + r * row, s + r * n_group, n, x);
-    if (r < n_rows) mxfp4_pair(0, y + r, q + r * row, s + r * n_group, n, x);
+    for (; r + 4 <= n_rows; r += 4) mxfp4_rows4(y + r, q + r * row, s + r * n_group, n, x);
+    for (; r < n_rows; r++) mxfp4_rows(1, y + r, q + r * row, s + r * n_group, n, x);
+}
+
+/* ---- Few vectors ------------------------------------------------------------------ */
+
+/* R rows of bf16 from p->row on, one part. The short group, where a row ends in one, is copied
+ * to a padded one. */
+TILE void few_bf16_rows(const int R, const int V, __m256 acc[4][4][2], const few_part *p,
+                        const float *x) {
+    const size_t ldw = p->m->ldw, left = p->m->n - p->g0 * K3_GROUP;
+    const uint16_t *w = (const uint16_t *)p->m->w + p->row * ldw + p->g0 * K3_GROUP;
+    size_t n_full = left < p->n_group * K3_GROUP ? p->n_group - 1 : p->n_group;
+    for (const float *end = x + n_full * V * K3_GROUP; x < end; x += V * K3_GROUP, w += K3_GROUP)
+        UNROLL for (int r = 0; r < R; r++) {
+            _mm_prefetch((const char *)(w + (size_t)r * ldw + p->ahead), _MM_HINT_T1);
+            bf16_group(V, acc[r], w + (size_t)r * ldw, x);
+            NEXT_ROW(R);
+        }
+    if (n_full < p->n_group)
+        UNROLL for (int r = 0; r < R; r++) {
+            uint16_t last[K3_GROUP] = {0};
+            memcpy(last, w + (size_t)r * ldw, left % K3_GROUP * sizeof *last);
+            bf16_group(V, acc[r], last, x);
+        }
+}
+
+/* The same of MXFP4; four groups of a row are a line of memory. */
+TILE void few_mxfp4_rows(const int R, const int V, __m256 acc[4][4][2], const few_part *p,
+                         const float *x) {
+    const size_t n = p->m->n, row = n / 2, s_row = n / K3_GROUP;
+    const uint8_t *q = (const uint8_t *)p->m->w + p->row * row + p->g0 * K3_GROUP / 2;
+    const uint8_t *s = p->m->s + p->row * s_row + p->g0, *end = s + p->n_group;
+    UNROLL for (int r = 0; r < R; r++)
+        _mm_prefetch((const char *)s + (size_t)r * s_row + p->ahead / K3_GROUP, _MM_HINT_T0);
+    while (s < end) {
+        const uint8_t *stop = end - s < 4 ? end : s + 4;
+        UNROLL for (int r = 0; r < R; r++) {
+            _mm_prefetch((const char *)q + (size_t)(R + r) * row, _MM_HINT_T0);
+            _mm_prefetch((const char *)q + (size_t)r * row + p->ahead / 2, _MM_HINT_T1);
+        }
+        for (; s < stop; s++, q += K3_GROUP / 2, x += V * K3_GROUP)
+            UNROLL for (int r = 0; r < R; r++) {
+                mxfp4_group(V, acc[r], q + (size_t)r * row, s[(size_t)r * s_row], x);
+                NEXT_ROW(R);
+            }
+    }
+}
+
+/* R rows of either kind, from p->row on, against V vectors. */
+TILE void few_rows(const enum kind kind, const int R, const int V, float *acc, const few_part *p,
+                   const float *x) {
+    __m256 a[4][4][2];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int t = 0; t < V; t++)
+            UNROLL for (int h = 0; h < 2; h++) a[r][t][h] = _mm256_load_ps(acc + (r * V + t) * 16 + h * 8);
+    if (kind == BF16) few_bf16_rows(R, V, a, p, x);
+    else few_mxfp4_rows(R, V, a, p, x);
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int t = 0; t < V; t++)
+            UNROLL for (int h = 0; h < 2; h++) _mm256_store_ps(acc + (r * V + t) * 16 + h * 8, a[r][t][h]);
 }
 
 /* ---- Batch > 1 ------------------------------------------------------------------- */
 
-#define PANEL_GROUPS 8  /* 256 columns: panel and x share L1     */
-#define TILE_ROWS    3  /* most rows of a tile                   */
-#define STRIP        32 /* most vectors at a time                */
-
-/* Widened weights, panel[group][row][16 evens | 16 odds], and accumulators,
- * acc[vector][row][lane]; as many rows as the tile has. */
-typedef struct {
-    float panel[PANEL_GROUPS * TILE_ROWS * K3_GROUP];
-    float acc[STRIP * TILE_ROWS * 16];
-} __attribute__((aligned(64))) scratch;
-
-/* gcc would fold the load of a weight into each of its uses, and the tile would wait for its
- * loads; this makes it one. clang does the right thing and is only disturbed by it. */
-#if defined(__GNUC__) && !defined(__clang__)
-#define ONE_LOAD(v) __asm__("" : "+x"(v))
-#else
-#define ONE_LOAD(v) (void)(v)
-#endif
+TILE size_t tile_rows(size_t left) { return left < TILE_ROWS ? left : TILE_ROWS; }
 
 /* One register tile: R rows x T vectors over n_group groups of the panel. */
 TILE void tile(const int R, const int T, float *acc, const float *w, const float *x,
@@ -218,40 +285,6 @@ TILE void tile(const int R, const int T, float *acc, const float *w, const float
             for (int h = 0; h < 2; h++) _mm256_store_ps(acc + (t * R + r) * 16 + h * 8, a[t][r][h]);
 }
 
-/* One panel against all vectors of a strip; x points at the strip's first block. */
-TILE void tile_strip(const int R, float *acc, const float *w, const float *x, size_t npad,
-                     size_t first_group, size_t n_group, size_t n_vec) {
-    for (size_t t0 = 0; t0 < n_vec; t0 += K3_XBLOCK, acc += K3_XBLOCK * R * 16) {
-        size_t in_block = n_vec - t0 < K3_XBLOCK ? n_vec - t0 : K3_XBLOCK, t = 0;
-        size_t x_group = in_block * K3_GROUP;
-        const float *xb = x + t0 * npad + first_group * x_group;
-        for (; t + 2 <= in_block; t += 2)
-            tile(R, 2, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
-        if (t < in_block)
-            tile(R, 1, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
-    }
-}
-
-/* Out of line and shared by all kinds of weights, so that the loops have the registers to
- * themselves. */
-#define STRIP_FN(R)                                                                          \
-    static __attribute__((noinline)) void tile_strip##R(                                     \
-        float *acc, const float *w, const float *x, size_t npad, size_t first_group,         \
-        size_t n_group, size_t n_vec) {                                                      \
-        tile_strip(R, acc, w, x, npad, first_group, n_group, n_vec);                         \
-    }
-STRIP_FN(3)
-STRIP_FN(2)
-STRIP_FN(1)
-
-/* What a row of weights is, so that one driver serves all three kinds. */
-enum kind { BF16, F32, MXFP4 };
-typedef struct {
-    const void *w;    /* bf16, f32 or nibbles   */
-    const uint8_t *s; /* scale codes            */
-    size_t ldw, n;    /* in elements            */
-} weights;
-
 /* Widen one group of bf16 to evens and odds; `left` elements remain in the row. */
 TILE void widen_bf16(float *to, const uint16_t *p, size_t left) {
     uint16_t last[K3_GROUP] = {0};
@@ -266,105 +299,20 @@ TILE void widen_bf16(float *to, const uint16_t *p, size_t left) {
     _mm256_store_ps(to + 24, bf16_odd(v1));
 }
 
-/* The low half of the ymm takes the even nibbles, the high half the odd ones. */
 TILE void widen_mxfp4(float *to, const uint8_t *p, uint8_t code) {
-    const __m256i shift = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
-    __m256i v = _mm256_srlv_epi32(_mm256_broadcastsi128_si256(load16(p)), shift);
-    __m256i lo = _mm256_broadcastsi128_si256(load16(mxfp4_table[code]));
-    __m256i hi = _mm256_broadcastsi128_si256(load16(mxfp4_table[code] + 16));
-    __m256 f[4];
-    mxfp4_lookup(f, _mm256_and_si256(v, _mm256_set1_epi8(15)), lo, hi);
-    for (int k = 0; k < 4; k++) {
-        _mm_store_ps(to + k * 4, _mm256_castps256_ps128(f[k]));
-        _mm_store_ps(to + 16 + k * 4, _mm256_extractf128_ps(f[k], 1));
-    }
+    pairs w = mxfp4_pairs(p, code);
+    _mm256_store_ps(to, bf16_odd(w.even));
+    _mm256_store_ps(to + 8, bf16_even(w.even));
+    _mm256_store_ps(to + 16, bf16_odd(w.odd));
+    _mm256_store_ps(to + 24, bf16_even(w.odd));
 }
 
-/* Fill a panel with R rows from `row`. What lies `ahead` bytes on is the next panel: the
- * hardware sees only short runs and would start anew in each. */
-TILE void fill_panel(const enum kind kind, const int R, float *panel, const weights *m, size_t row,
-                     size_t g0, size_t n_group, size_t ahead) {
-    for (int r = 0; r < R; r++) {
-        size_t at = (row + (size_t)r) * m->ldw + g0 * K3_GROUP;
-        for (size_t g = 0; g < n_group; g++, at += K3_GROUP) {
-            float *to = panel + (g * (size_t)R + (size_t)r) * K3_GROUP;
-            if (kind == BF16) {
-                const uint16_t *p = (const uint16_t *)m->w + at;
-                _mm_prefetch((const char *)p + ahead, _MM_HINT_T1);
-                widen_bf16(to, p, m->n - (g0 + g) * K3_GROUP);
-            } else if (kind == MXFP4) {
-                const uint8_t *p = (const uint8_t *)m->w + at / 2;
-                if (g % 4 == 0) _mm_prefetch((const char *)p + ahead, _MM_HINT_T1);
-                widen_mxfp4(to, p, m->s[at / K3_GROUP]);
-            } else {
-                const float *p = (const float *)m->w + at;
-                for (int k = 0; k < K3_GROUP; k += 8)
-                    _mm256_store_ps(to + k, _mm256_loadu_ps(p + k));
-            }
-        }
-    }
+TILE void widen_f32(float *to, const float *p) {
+    for (int k = 0; k < K3_GROUP; k += 8) _mm256_store_ps(to + k, _mm256_loadu_ps(p + k));
 }
 
-/* R rows against a strip of n_vec vectors. */
-TILE void strip_rows(const enum kind kind, const int R, scratch *sc, float *y, size_t ldy,
-                     const weights *m, size_t row, const float *x, size_t n_vec) {
-    const size_t npad = k3_pad(m->n), n_group = npad / K3_GROUP;
-    const size_t group_bytes = kind == BF16 ? 64 : kind == MXFP4 ? 16 : 128;
-    memset(sc->acc, 0, n_vec * (size_t)R * 16 * sizeof(float));
-    for (size_t g0 = 0; g0 < n_group; g0 += PANEL_GROUPS) {
-        size_t ng = PANEL_GROUPS, ahead = PANEL_GROUPS * group_bytes;
-        if (g0 + PANEL_GROUPS >= n_group) { /* the next panel is in the next rows */
-            ng = n_group - g0;
-            ahead = ((size_t)R * m->ldw / K3_GROUP - g0) * group_bytes;
-        }
-        fill_panel(kind, R, sc->panel, m, row, g0, ng, ahead);
-        if (R == 3) tile_strip3(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
-        else if (R == 2) tile_strip2(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
-        else tile_strip1(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
-    }
-    for (size_t t = 0; t < n_vec; t++)
-        for (int r = 0; r < R; r++) {
-            const float *a = sc->acc + (t * (size_t)R + (size_t)r) * 16;
-            y[t * ldy + row + (size_t)r] = fold(_mm256_load_ps(a), _mm256_load_ps(a + 8));
-        }
-}
-
-/* Strips outside, rows inside: a strip of x stays in L2 while the rows pass. */
-TILE void matmul(const enum kind kind, float *y, size_t ldy, const weights *m, size_t n_rows,
-                 const float *xp, size_t batch) {
-    scratch sc;
-    for (size_t t0 = 0; t0 < batch; t0 += STRIP) {
-        size_t n_vec = batch - t0 < STRIP ? batch - t0 : STRIP, r = 0;
-        const float *x = xp + t0 * k3_pad(m->n);
-        float *yt = y + t0 * ldy;
-        for (; r + 3 <= n_rows; r += 3) strip_rows(kind, 3, &sc, yt, ldy, m, r, x, n_vec);
-        if (n_rows - r == 2) strip_rows(kind, 2, &sc, yt, ldy, m, r, x, n_vec);
-        if (n_rows - r == 1) strip_rows(kind, 1, &sc, yt, ldy, m, r, x, n_vec);
-    }
-}
-
-static void avx2_matmul_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_rows,
-                             size_t n, const float *xp, size_t batch) {
-    weights m = {w, NULL, ldw, n};
-    if (batch == 1)
-        matvec_bf16(y, w, ldw, n_rows, n, xp);
-    else
-        matmul(BF16, y, ldy, &m, n_rows, xp, batch);
-}
-
-static void avx2_matmul_f32(float *y, size_t ldy, const float *w, size_t n_rows, size_t n,
-                            const float *xp, size_t batch) {
-    weights m = {w, NULL, k3_pad(n), n};
-    matmul(F32, y, ldy, &m, n_rows, xp, batch);
-}
-
-static void avx2_matmul_mxfp4(float *y, size_t ldy, const uint8_t *q, const uint8_t *s,
-                              size_t n_rows, size_t n, const float *xp, size_t batch) {
-    weights m = {q, s, n, n};
-    if (batch == 1)
-        matvec_mxfp4(y, q, s, n_rows, n, xp);
-    else
-        matmul(MXFP4, y, ldy, &m, n_rows, xp, batch);
+TILE float fold_lanes(const float *lanes) {
+    return fold(_mm256_load_ps(lanes), _mm256_load_ps(lanes + 8));
 }
 
 /* ---- Chains ----------------------------------------------------------------------- */
@@ -419,33 +367,7 @@ TILE void chain_cols(const enum kind kind, const int T, const int J, float *y, s
             y[(size_t)t * ldy + j] = chain_one(kind, w, ldw, j, n_i, c + (size_t)t * ldc);
 }
 
-TILE void chain(const enum kind kind, float *y, size_t ldy, const void *w, size_t ldw, size_t n_i,
-                size_t n_j, const float *c, size_t ldc, size_t batch) {
-    size_t t = 0;
-    for (; t + 4 <= batch; t += 4)
-        chain_cols(kind, 4, 2, y + t * ldy, ldy, w, ldw, n_i, n_j, c + t * ldc, ldc);
-    for (; t < batch; t++)
-        chain_cols(kind, 1, 8, y + t * ldy, ldy, w, ldw, n_i, n_j, c + t * ldc, ldc);
-}
-
-static void avx2_chain_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_i,
-                            size_t n_j, const float *c, size_t ldc, size_t batch) {
-    chain(BF16, y, ldy, w, ldw, n_i, n_j, c, ldc, batch);
-}
-
-static void avx2_chain_f32(float *y, size_t ldy, const float *w, size_t ldw, size_t n_i,
-                           size_t n_j, const float *c, size_t ldc, size_t batch) {
-    chain(F32, y, ldy, w, ldw, n_i, n_j, c, ldc, batch);
-}
-
 /* ---- KDA -------------------------------------------------------------------------- */
-
-/* The operands of one head, as in the contract. */
-typedef struct {
-    size_t d, n_tok, ldv, ldb, ldo;
-    const float *a, *k, *q, *val, *beta;
-    float *o;
-} kda_args;
 
 /* Columns v .. v + 8 J - 1 of S over all tokens. One sweep over k per token: the second
  * half of token t (write delta, read o) and the first half of token t + 1 (decay, read u)
@@ -584,11 +506,11 @@ static bool avx2_is_supported(void) {
 const k3_kernels k3_kernels_avx2 = {
     .name = "avx2",
     .is_supported = avx2_is_supported,
-    .matmul_bf16 = avx2_matmul_bf16,
-    .matmul_f32 = avx2_matmul_f32,
-    .matmul_mxfp4 = avx2_matmul_mxfp4,
-    .chain_bf16 = avx2_chain_bf16,
-    .chain_f32 = avx2_chain_f32,
+    .matmul_bf16 = matmul_bf16,
+    .matmul_f32 = matmul_f32,
+    .matmul_mxfp4 = matmul_mxfp4,
+    .chain_bf16 = chain_bf16,
+    .chain_f32 = chain_f32,
     .kda = avx2_kda,
     .dot = avx2_dot,
     K3_ELEMENTWISE_KERNELS,

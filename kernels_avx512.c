@@ -18,11 +18,24 @@
  *             x) runs over it. Six rows, so that x, which comes from L2, is read once
  *             per six rows. Accumulators rest in memory between panels. */
 #define K3_KERNELS_ELEMENTWISE
+#include "k3_common.h"
 #include "kernels.h"
 
-#include <immintrin.h>
+/* Register tiles over a panel: most rows and vectors, and all numbers of rows there are. */
+#define TILE_ROWS         6
+#define TILE_VECS         4
+#define EACH_TILE_ROWS(M) M(6) M(4) M(2) M(1)
 
-#define TILE static inline __attribute__((always_inline))
+/* Vectors, and rows in flight with them: at most 24 accumulators. */
+#define FEW_VECS          8
+#define FEW_GROUPS_BF16   32 /* 1024 columns */
+#define FEW_GROUPS_MXFP4  SIZE_MAX
+#define EACH_FEW(M)       M(2, 4) M(3, 4) M(4, 4) M(5, 4) M(6, 4) M(7, 3) M(8, 3)
+
+/* Vectors of a chain and zmm of columns. */
+#define EACH_CHAIN_TILE(M) M(8, 3) M(4, 4) M(1, 8)
+
+#include "kernels_panel.h"
 
 /* ---- Fold, and the MXFP4 tables ---------------------------------------------------- */
 
@@ -47,10 +60,6 @@ TILE float fold(__m512 acc) {
 #define CODE(c)                                                                              \
     { 0, M05(c), M10(c), M15(c), M20(c), M30(c), M40(c), M60(c), NEG, NEG | M05(c),          \
       NEG | M10(c), NEG | M15(c), NEG | M20(c), NEG | M30(c), NEG | M40(c), NEG | M60(c) }
-#define CODE4(c)  CODE((c)), CODE((c) + 1u), CODE((c) + 2u), CODE((c) + 3u)
-#define CODE16(c) CODE4((c)), CODE4((c) + 4u), CODE4((c) + 8u), CODE4((c) + 12u)
-#define CODE64(c) CODE16((c)), CODE16((c) + 16u), CODE16((c) + 32u), CODE16((c) + 48u)
-
 /* mxfp4_table[code][nibble]. Rows 253..255 never meet a checked model; they only keep any
  * byte inside the table. */
 static const uint32_t mxfp4_table[256][16] __attribute__((aligned(64))) = {
@@ -164,18 +173,91 @@ static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_
     for (; r < n_rows; r++) mxfp4_rows(1, y + r, q + r * row, s + r * n_group, n, x);
 }
 
+/* ---- Few vectors ------------------------------------------------------------------ */
+
+/* One half of a group, evens or odds: acc[r][t] += w[r] * x[t]. */
+TILE void add(const int R, const int V, __m512 acc[4][8], const __m512 w[4], const float *x) {
+    UNROLL for (int t = 0; t < V; t++) {
+        __m512 xt = _mm512_load_ps(x + t * K3_GROUP);
+        ONE_LOAD(xt);
+        UNROLL for (int r = 0; r < R; r++) acc[r][t] = _mm512_fmadd_ps(w[r], xt, acc[r][t]);
+    }
+}
+
+/* R rows of bf16 from p->row on, one part; of the last group of a row only what there is. */
+TILE void few_bf16_rows(const int R, const int V, __m512 acc[4][8], const few_part *p,
+                        const float *x) {
+    const size_t ldw = p->m->ldw, left = p->m->n - p->g0 * K3_GROUP;
+    const uint16_t *w = (const uint16_t *)p->m->w + p->row * ldw + p->g0 * K3_GROUP;
+    size_t n_full = left < p->n_group * K3_GROUP ? p->n_group - 1 : p->n_group;
+    __m512 even[4], odd[4];
+    for (const float *end = x + n_full * V * K3_GROUP; x < end; x += V * K3_GROUP, w += K3_GROUP) {
+        UNROLL for (int r = 0; r < R; r++) {
+            __m512i v = _mm512_loadu_si512(w + (size_t)r * ldw);
+            _mm_prefetch((const char *)(w + (size_t)r * ldw + p->ahead), _MM_HINT_T1);
+            even[r] = bf16_even(v);
+            odd[r] = bf16_odd(v);
+        }
+        add(R, V, acc, even, x);
+        add(R, V, acc, odd, x + 16);
+    }
+    if (n_full < p->n_group) {
+        __mmask32 mask = (__mmask32)((1u << left % K3_GROUP) - 1);
+        UNROLL for (int r = 0; r < R; r++) {
+            __m512i v = _mm512_maskz_loadu_epi16(mask, w + (size_t)r * ldw);
+            even[r] = bf16_even(v);
+            odd[r] = bf16_odd(v);
+        }
+        add(R, V, acc, even, x);
+        add(R, V, acc, odd, x + 16);
+    }
+}
+
+/* The same of MXFP4, whole rows. Bytes become words here, so that the lanes come in the order of
+ * dot16: the permutations of x that batch 1 does would be two for every vector. Memory is asked
+ * ahead as there. */
+TILE void few_mxfp4_rows(const int R, const int V, __m512 acc[4][8], const few_part *p,
+                         const float *x) {
+    const size_t row = p->m->n / 2, n_group = p->n_group;
+    const uint8_t *q = (const uint8_t *)p->m->w + p->row * row;
+    const uint8_t *s = p->m->s + p->row * n_group;
+    const char *pf = (const char *)q + (size_t)R * row;
+    const char *pfs = (const char *)s + (size_t)R * n_group;
+    for (const uint8_t *end = s + n_group; s < end; s++, q += 16, pf += R * 16, pfs += R) {
+        __m512 even[4], odd[4];
+        _mm_prefetch(pf, _MM_HINT_T0);
+        _mm_prefetch(pf + 8192, _MM_HINT_T1);
+        _mm_prefetch(pfs, _MM_HINT_T0);
+        UNROLL for (int r = 0; r < R; r++) {
+            __m512 table = _mm512_load_ps(mxfp4_table[s[(size_t)r * n_group]]);
+            __m512i v =
+                _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(q + (size_t)r * row)));
+            even[r] = _mm512_permutexvar_ps(v, table);
+            odd[r] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), table);
+        }
+        add(R, V, acc, even, x);
+        add(R, V, acc, odd, x + 16);
+        x += V * K3_GROUP;
+    }
+}
+
+/* R rows of either kind, from p->row on, against V vectors. */
+TILE void few_rows(const enum kind kind, const int R, const int V, float *acc, const few_part *p,
+                   const float *x) {
+    __m512 a[4][8];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int t = 0; t < V; t++) a[r][t] = _mm512_load_ps(acc + (r * V + t) * 16);
+    if (kind == BF16) few_bf16_rows(R, V, a, p, x);
+    else few_mxfp4_rows(R, V, a, p, x);
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int t = 0; t < V; t++) _mm512_store_ps(acc + (r * V + t) * 16, a[r][t]);
+}
+
 /* ---- Batch > 1 ------------------------------------------------------------------- */
 
-#define PANEL_GROUPS 8  /* 256 columns: panel and x share L1     */
-#define TILE_ROWS    6  /* most rows of a tile                   */
-#define STRIP        32 /* most vectors at a time                */
-
-/* Widened weights, panel[group][row][16 evens | 16 odds], and accumulators,
- * acc[vector][row][lane]; as many rows as the tile has. */
-typedef struct {
-    float panel[PANEL_GROUPS * TILE_ROWS * K3_GROUP];
-    float acc[STRIP * TILE_ROWS * 16];
-} __attribute__((aligned(64))) scratch;
+TILE size_t tile_rows(size_t left) {
+    return left >= 6 && left != 8 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
 
 /* One register tile: R rows x T vectors over n_group groups of the panel. */
 TILE void tile(const int R, const int T, float *acc, const float *w, const float *x,
@@ -196,45 +278,6 @@ TILE void tile(const int R, const int T, float *acc, const float *w, const float
         for (int r = 0; r < R; r++) _mm512_store_ps(acc + (t * R + r) * 16, a[t][r]);
 }
 
-/* One panel against all vectors of a strip; x points at the strip's first block. */
-TILE void tile_strip(const int R, float *acc, const float *w, const float *x, size_t npad,
-                     size_t first_group, size_t n_group, size_t n_vec) {
-    for (size_t t0 = 0; t0 < n_vec; t0 += K3_XBLOCK, acc += K3_XBLOCK * R * 16) {
-        size_t in_block = n_vec - t0 < K3_XBLOCK ? n_vec - t0 : K3_XBLOCK, t = 0;
-        size_t x_group = in_block * K3_GROUP;
-        const float *xb = x + t0 * npad + first_group * x_group;
-        for (; t + 4 <= in_block; t += 4)
-            tile(R, 4, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
-        if (t + 2 <= in_block) {
-            tile(R, 2, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
-            t += 2;
-        }
-        if (t < in_block)
-            tile(R, 1, acc + t * (size_t)R * 16, w, xb + t * K3_GROUP, x_group, n_group);
-    }
-}
-
-/* Out of line and shared by all kinds of weights, so that the loops have the registers to
- * themselves. */
-#define STRIP_FN(R)                                                                          \
-    static __attribute__((noinline)) void tile_strip##R(                                     \
-        float *acc, const float *w, const float *x, size_t npad, size_t first_group,         \
-        size_t n_group, size_t n_vec) {                                                      \
-        tile_strip(R, acc, w, x, npad, first_group, n_group, n_vec);                         \
-    }
-STRIP_FN(6)
-STRIP_FN(4)
-STRIP_FN(2)
-STRIP_FN(1)
-
-/* What a row of weights is, so that one driver serves all three kinds. */
-enum kind { BF16, F32, MXFP4 };
-typedef struct {
-    const void *w;    /* bf16, f32 or nibbles   */
-    const uint8_t *s; /* scale codes            */
-    size_t ldw, n;    /* in elements            */
-} weights;
-
 /* Widen one group of bf16 to evens and odds; `left` elements remain in the row. */
 TILE void widen_bf16(float *to, const uint16_t *p, size_t left) {
     __m512i v = left >= K3_GROUP
@@ -251,98 +294,12 @@ TILE void widen_mxfp4(float *to, const uint8_t *p, uint8_t code) {
     _mm512_store_ps(to + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), table));
 }
 
-/* Fill a panel with R rows from `row`. What lies `ahead` bytes on is the next panel: the
- * hardware sees only short runs and would start anew in each. */
-TILE void fill_panel(const enum kind kind, const int R, float *panel, const weights *m, size_t row,
-                     size_t g0, size_t n_group, size_t ahead) {
-    for (int r = 0; r < R; r++) {
-        size_t at = (row + (size_t)r) * m->ldw + g0 * K3_GROUP;
-        for (size_t g = 0; g < n_group; g++, at += K3_GROUP) {
-            float *to = panel + (g * (size_t)R + (size_t)r) * K3_GROUP;
-            if (kind == BF16) {
-                const uint16_t *p = (const uint16_t *)m->w + at;
-                _mm_prefetch((const char *)p + ahead, _MM_HINT_T1);
-                widen_bf16(to, p, m->n - (g0 + g) * K3_GROUP);
-            } else if (kind == MXFP4) {
-                const uint8_t *p = (const uint8_t *)m->w + at / 2;
-                if (g % 4 == 0) _mm_prefetch((const char *)p + ahead, _MM_HINT_T1);
-                widen_mxfp4(to, p, m->s[at / K3_GROUP]);
-            } else {
-                const float *p = (const float *)m->w + at;
-                _mm512_store_ps(to, _mm512_loadu_ps(p));
-                _mm512_store_ps(to + 16, _mm512_loadu_ps(p + 16));
-            }
-        }
-    }
+TILE void widen_f32(float *to, const float *p) {
+    _mm512_store_ps(to, _mm512_loadu_ps(p));
+    _mm512_store_ps(to + 16, _mm512_loadu_ps(p + 16));
 }
 
-/* R rows against a strip of n_vec vectors. */
-TILE void strip_rows(const enum kind kind, const int R, scratch *sc, float *y, size_t ldy,
-                     const weights *m, size_t row, const float *x, size_t n_vec) {
-    const size_t npad = k3_pad(m->n), n_group = npad / K3_GROUP;
-    const size_t group_bytes = kind == BF16 ? 64 : kind == MXFP4 ? 16 : 128;
-    memset(sc->acc, 0, n_vec * (size_t)R * 16 * sizeof(float));
-    for (size_t g0 = 0; g0 < n_group; g0 += PANEL_GROUPS) {
-        size_t ng = PANEL_GROUPS, ahead = PANEL_GROUPS * group_bytes;
-        if (g0 + PANEL_GROUPS >= n_group) { /* the next panel is in the next rows */
-            ng = n_group - g0;
-            ahead = ((size_t)R * m->ldw / K3_GROUP - g0) * group_bytes;
-        }
-        fill_panel(kind, R, sc->panel, m, row, g0, ng, ahead);
-        if (R == 6) tile_strip6(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
-        else if (R == 4) tile_strip4(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
-        else if (R == 2) tile_strip2(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
-        else tile_strip1(sc->acc, sc->panel, x, npad, g0, ng, n_vec);
-    }
-    for (size_t t = 0; t < n_vec; t++)
-        for (int r = 0; r < R; r++) {
-            const float *a = sc->acc + (t * (size_t)R + (size_t)r) * 16;
-            y[t * ldy + row + (size_t)r] = fold(_mm512_load_ps(a));
-        }
-}
-
-/* Strips outside, rows inside: a strip of x stays in L2 while the rows pass. */
-TILE void matmul(const enum kind kind, float *y, size_t ldy, const weights *m, size_t n_rows,
-                 const float *xp, size_t batch) {
-    scratch sc;
-    for (size_t t0 = 0; t0 < batch; t0 += STRIP) {
-        size_t n_vec = batch - t0 < STRIP ? batch - t0 : STRIP;
-        const float *x = xp + t0 * k3_pad(m->n);
-        float *yt = y + t0 * ldy;
-        for (size_t r = 0, step; r < n_rows; r += step) {
-            size_t left = n_rows - r;
-            step = left >= 6 && left != 8 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-            if (step == 6) strip_rows(kind, 6, &sc, yt, ldy, m, r, x, n_vec);
-            if (step == 4) strip_rows(kind, 4, &sc, yt, ldy, m, r, x, n_vec);
-            if (step == 2) strip_rows(kind, 2, &sc, yt, ldy, m, r, x, n_vec);
-            if (step == 1) strip_rows(kind, 1, &sc, yt, ldy, m, r, x, n_vec);
-        }
-    }
-}
-
-static void avx512_matmul_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_rows,
-                               size_t n, const float *xp, size_t batch) {
-    weights m = {w, NULL, ldw, n};
-    if (batch == 1)
-        matvec_bf16(y, w, ldw, n_rows, n, xp);
-    else
-        matmul(BF16, y, ldy, &m, n_rows, xp, batch);
-}
-
-static void avx512_matmul_f32(float *y, size_t ldy, const float *w, size_t n_rows, size_t n,
-                              const float *xp, size_t batch) {
-    weights m = {w, NULL, k3_pad(n), n};
-    matmul(F32, y, ldy, &m, n_rows, xp, batch);
-}
-
-static void avx512_matmul_mxfp4(float *y, size_t ldy, const uint8_t *q, const uint8_t *s,
-                                size_t n_rows, size_t n, const float *xp, size_t batch) {
-    weights m = {q, s, n, n};
-    if (batch == 1)
-        matvec_mxfp4(y, q, s, n_rows, n, xp);
-    else
-        matmul(MXFP4, y, ldy, &m, n_rows, xp, batch);
-}
+TILE float fold_lanes(const float *lanes) { return fold(_mm512_load_ps(lanes)); }
 
 /* ---- Chains ----------------------------------------------------------------------- */
 
@@ -389,37 +346,7 @@ TILE void chain_cols(const enum kind kind, const int T, const int J, float *y, s
     }
 }
 
-TILE void chain(const enum kind kind, float *y, size_t ldy, const void *w, size_t ldw, size_t n_i,
-                size_t n_j, const float *c, size_t ldc, size_t batch) {
-    size_t t = 0;
-    for (; t + 8 <= batch; t += 8)
-        chain_cols(kind, 8, 3, y + t * ldy, ldy, w, ldw, n_i, n_j, c + t * ldc, ldc);
-    if (t + 4 <= batch) {
-        chain_cols(kind, 4, 4, y + t * ldy, ldy, w, ldw, n_i, n_j, c + t * ldc, ldc);
-        t += 4;
-    }
-    for (; t < batch; t++)
-        chain_cols(kind, 1, 8, y + t * ldy, ldy, w, ldw, n_i, n_j, c + t * ldc, ldc);
-}
-
-static void avx512_chain_bf16(float *y, size_t ldy, const uint16_t *w, size_t ldw, size_t n_i,
-                              size_t n_j, const float *c, size_t ldc, size_t batch) {
-    chain(BF16, y, ldy, w, ldw, n_i, n_j, c, ldc, batch);
-}
-
-static void avx512_chain_f32(float *y, size_t ldy, const float *w, size_t ldw, size_t n_i,
-                             size_t n_j, const float *c, size_t ldc, size_t batch) {
-    chain(F32, y, ldy, w, ldw, n_i, n_j, c, ldc, batch);
-}
-
 /* ---- KDA -------------------------------------------------------------------------- */
-
-/* The operands of one head, as in the contract. */
-typedef struct {
-    size_t d, n_tok, ldv, ldb, ldo;
-    const float *a, *k, *q, *val, *beta;
-    float *o;
-} kda_args;
 
 /* Columns v .. v + 16 J - 1 of S over all tokens. One sweep over k per token: the second
  * half of token t (write delta, read o) and the first half of token t + 1 (decay, read u)
@@ -539,11 +466,11 @@ static bool avx512_is_supported(void) {
 const k3_kernels k3_kernels_avx512 = {
     .name = "avx512",
     .is_supported = avx512_is_supported,
-    .matmul_bf16 = avx512_matmul_bf16,
-    .matmul_f32 = avx512_matmul_f32,
-    .matmul_mxfp4 = avx512_matmul_mxfp4,
-    .chain_bf16 = avx512_chain_bf16,
-    .chain_f32 = avx512_chain_f32,
+    .matmul_bf16 = matmul_bf16,
+    .matmul_f32 = matmul_f32,
+    .matmul_mxfp4 = matmul_mxfp4,
+    .chain_bf16 = chain_bf16,
+    .chain_f32 = chain_f32,
     .kda = avx512_kda,
     .dot = avx512_dot,
     K3_ELEMENTWISE_KERNELS,

@@ -13,6 +13,7 @@
  * Fused multiply-add only where kernels.h says fma; vmulq and vaddq elsewhere.
  */
 #define K3_KERNELS_ELEMENTWISE
+#include "k3_common.h"
 #include "kernels.h"
 
 #if !defined(__aarch64__) || !defined(__ARM_NEON)
@@ -257,7 +258,10 @@ static void mxfp4_vector(float *y, const uint8_t *q, const uint8_t *s, size_t n_
 #define TILE_ROWS    6
 #define TILE_VECS    4
 #define PANEL_GROUPS 16 /* 512 columns */
-#define CHUNK_VECS   32 /* a multiple of K3_XBLOCK */
+#define CHUNK_VECS   32
+STATIC_ASSERT(chunk_is_whole_blocks, CHUNK_VECS % K3_XBLOCK == 0);
+STATIC_ASSERT(use_panel_has_every_tile, TILE_VECS == 4 && K3_KERNEL_ROWS % TILE_ROWS == 0);
+STATIC_ASSERT(group_is_two_halves_of_dot16, K3_GROUP == 2 * 16);
 
 /* Quarter first: a tile walks one quarter straight through. */
 typedef float panel[4][PANEL_GROUPS][2][TILE_ROWS][4];

@@ -189,7 +189,16 @@ typedef struct {
 #define MAX_CONNS (MAX_CLIENTS + MAX_STATUS)
 
 /* When all who are welcome are there, one place is left for who comes. */
-typedef char places_are_enough[MAX_STAGERS + MAX_LOOKERS < MAX_STATUS ? 1 : -1];
+STATIC_ASSERT(one_place_is_left, MAX_STAGERS + MAX_LOOKERS < MAX_STATUS);
+STATIC_ASSERT(early_frames_fit,
+              TIER_HELLO_BYTES <= TIER_MAX_EARLY && TIER_CHALLENGE_BYTES <= TIER_MAX_EARLY &&
+                  TIER_PROOF_BYTES <= TIER_MAX_EARLY && TIER_WELCOME_BYTES <= TIER_MAX_EARLY &&
+                  TIER_MAX_TEXT <= TIER_MAX_EARLY);
+STATIC_ASSERT(staged_frames_fit, TIER_PIECE_BYTES + TIER_MAX_PIECE <= TIER_MAX_FRAME &&
+                                     TIER_BEGIN_BYTES + TIER_MAX_CONFIG <= TIER_MAX_FRAME);
+STATIC_ASSERT(hello_has_a_role, TIER_HELLO_ROLE < TIER_HELLO_BYTES);
+STATIC_ASSERT(experts_fit_16_bits, TIER_MAX_EXPERTS <= UINT16_MAX && TIER_MAX_LAYERS <= UINT16_MAX);
+STATIC_ASSERT(a_kept_directory_can_be_opened, KEEP_MAX_SHARDS < K3_MAX_SHARDS);
 
 /* Lines about connections: so many at once, then one a second; what is left out is counted. Strangers
  * have a share of their own, so that they cannot hide what clients do. */
@@ -2623,6 +2632,7 @@ static int files_open(server *s, const char *dir, bool experts_only, k3_engine *
     o.kernels = s->o.kernels;
     o.n_threads = (int)s->o.threads;
     o.sums = experts_only ? NULL : s->o.sums;
+    o.ram_bytes = s->o.ram; /* the engine's tables are in it */
     o.headers_only = true;
     o.experts_only = experts_only;
     o.note = note;

@@ -8,6 +8,7 @@
 #include "cli/args.h"
 
 #include "cli/console.h"
+#include "k3_common.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -144,6 +145,10 @@ static const option_row OPTION[] = {
      "keep a checksum of everything that was read, beside the model or as\n"
      "--sums says; later runs compare every read with it. Checksums that are\n"
      "there must agree, unless --no-check"},
+    {"--anew", NULL, KIND_FLAG, AT(verify.anew), VERIFY, G_MEASURE, NULL, 0, 0,
+     "begin at the beginning. Without it a check goes on where the last one was\n"
+     "stopped: how far it came is kept in k3.verify beside the checksums, or\n"
+     "else under XDG_CACHE_HOME/k3"},
     {"--kernels-list", NULL, KIND_FLAG, AT(kernels_list), INFO, G_MEASURE, NULL, 0, 0,
      "only the names of the kernel sets that this CPU can run, best last"},
 
@@ -282,7 +287,10 @@ static const option_row OPTION[] = {
 };
 
 /* `given` has a place for each row. */
-typedef char options_suffice[COUNT(OPTION) <= MAX_OPTION ? 1 : -1];
+STATIC_ASSERT(options_suffice, COUNT(OPTION) <= MAX_OPTION);
+STATIC_ASSERT(default_context_is_one, DEFAULT_CONTEXT <= MAX_CONTEXT);
+STATIC_ASSERT(lists_have_room,
+              (int)MAX_STOP <= (int)OPTION_MAX_TEXTS && (int)MAX_TIER <= (int)OPTION_MAX_TEXTS);
 
 /* A number of bytes below this, without a unit, was hardly meant as bytes. */
 #define LEAST_BYTES ((uint64_t)1 << 20)

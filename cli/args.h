@@ -76,7 +76,7 @@ typedef struct {
 } slice_args;
 
 typedef struct {
-    bool write_sums, golden;
+    bool write_sums, anew, golden;
 } verify_args;
 
 /* A field that a command's options do not fill is 0, but in `engine`: there it is k3_options_default's. */

@@ -281,7 +281,7 @@ static int bench_all(bench_state *b, uint64_t *logits_fnv) {
 static int bench_reader(bench_state *b) {
     k3_engine *e = NULL;
     int rc = model_find(b->a, &b->dir);
-    if (rc == DONE) rc = engine_open_headers(&e, b->a, b->dir, &b->con, false);
+    if (rc == DONE) rc = engine_open_headers(&e, b->a, b->dir, &b->con, false, NULL);
     if (rc != DONE) return rc;
     uint64_t block = k3_engine_shape(e)->expert_bytes;
     k3_engine_close(e);

@@ -12,6 +12,7 @@
 
 #include "cli/inputs.h"
 #include "k3_common.h"
+#include "experts.h"
 #include "k3_pool.h"
 #include "kernels.h"
 
@@ -24,7 +25,8 @@
 #define BENCH_REF_ROUNDS 2
 #define BENCH_MAX_LINES 64
 #define BENCH_MAX_POOLS 12             /* 1, 2, 4, ... POOL_MAX_THREADS threads */
-#define BENCH_TILE 96                  /* rows of one kernel call, as in the engine          */
+STATIC_ASSERT(pools_up_to_the_most_threads, 1u << (BENCH_MAX_POOLS - 1) >= POOL_MAX_THREADS);
+#define BENCH_TILE ROW_TILE            /* rows of one kernel call, as in the engine          */
 #define BENCH_HASH_ROWS 256            /* rows under the hash; all that "ref" runs           */
 #define BENCH_POOL_BYTES (1400u << 20) /* weights: several times the largest cache           */
 #define BENCH_READ_BYTES ((size_t)128 << 20)

@@ -1737,7 +1737,8 @@ static int turn_generate(chat *c, reply *r) {
             rc = INTERRUPTED;
             break;
         }
-        uint32_t id = k3_sample(&c->sampler, c->row, c->n_vocab, chat_pos(c) - 1, c->scratch);
+        uint32_t id = k3_sample(c->e, &c->sampler, c->row, c->n_vocab, chat_pos(c) - 1,
+                                c->scratch);
         bool is_stop = mark_is_stop(&c->marks, id);
         c->n_gen++;
         if (is_stop) c->why = "eos";

@@ -154,8 +154,9 @@ static void console_bytes(char *line, size_t cap, const console *c, const k3_pro
     line_add(line, cap, ", %s", fmt_bytes(done, p->done));
     if (p->total) line_add(line, cap, " of %s", fmt_bytes(total, p->total));
     line_add(line, cap, ", %.2f GB/s", c->read_speed * 1e-9);
-    if (p->total > p->done && p->done > 0)
-        line_add_left(line, cap, "", seconds * (double)(p->total - p->done) / (double)p->done);
+    if (p->total > p->done && p->done > c->start_done)
+        line_add_left(line, cap, "",
+                      seconds * (double)(p->total - p->done) / (double)(p->done - c->start_done));
 }
 
 /* "prompt: layer 12, 3.20 GB/s, 37 %, 322 positions left, 8.1 tok/s, 42 s left", then
@@ -214,7 +215,10 @@ int console_progress(void *user, const k3_progress *p) {
     char line[160];
     if (interrupted > c->n_grace) return 1;
     if (interrupted) console_wait(c, now);
-    if (p->phase != c->phase || p->done < c->done) c->start_ns = now;
+    if (p->phase != c->phase || p->done < c->done) {
+        c->start_ns = now;
+        c->start_done = p->phase == K3_PHASE_VERIFY ? p->done : 0;
+    }
     c->phase = p->phase;
     c->done = p->done;
     c->seen_bytes = p->read_bytes;

@@ -87,6 +87,7 @@ typedef struct {
     const char *verb; /* what loading is called, if not that                    */
     k3_phase phase;
     uint64_t done, start_ns, last_ns;
+    uint64_t start_done; /* what was done already when this phase was first heard of  */
     uint64_t read_bytes; /* at the last line                                          */
     double read_speed;   /* bytes per second, smoothed over lines                     */
     uint32_t n_layers;   /* 0 until the model is open                                 */

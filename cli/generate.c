@@ -9,6 +9,7 @@
 
 int timeline_open(timeline *t, k3_engine *e, const cli_args *a) {
     k3_error err = {{0}};
+    t->e = e;
     t->n_vocab = k3_engine_shape(e)->vocab_size;
     t->sampler = a->sampler;
     t->ids_fnv = t->logits_fnv = K3_FNV_BASIS;
@@ -54,7 +55,7 @@ int timeline_feed(timeline *t, const uint32_t *ids, size_t n, k3_error *err) {
 
 uint32_t timeline_draw(timeline *t) {
     uint64_t pos = k3_session_pos(t->s) - 1;
-    uint32_t id = k3_sample(&t->sampler, t->row, t->n_vocab, pos, t->scratch);
+    uint32_t id = k3_sample(t->e, &t->sampler, t->row, t->n_vocab, pos, t->scratch);
     t->ids_fnv = k3_fnv1a(t->ids_fnv, &id, sizeof id);
     return id;
 }

@@ -8,6 +8,7 @@
 #include "k3.h"
 
 typedef struct {
+    const k3_engine *e;
     k3_session *s;
     size_t n_vocab;
     float *row;    /* f32[n_vocab], logits after the last position run       */

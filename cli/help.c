@@ -5,6 +5,7 @@
 #include "cli/console.h"
 #include "cli/manual.h"
 #include "cli/options.h"
+#include "k3_common.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -93,10 +94,8 @@ static const struct {
             {"Keep what was computed", CACHE},
             {"Bring experts to other machines (k3-tier)", SLICE | STAGE}};
 
-typedef char tasks_name_every_command[(RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH |
-                                       CACHE | SLICE | STAGE) == ANY
-                                          ? 1
-                                          : -1];
+STATIC_ASSERT(tasks_name_every_command, (RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH |
+                                         CACHE | SLICE | STAGE) == ANY);
 
 int help_all(void) {
     const cli_command *c;

@@ -362,6 +362,8 @@ static int hop_row(hop *h, const char *what, uint32_t n, uint32_t n_chain, uint3
 /* ---- The yardstick: as many bytes there and back over bare TCP, both ends spinning ---- */
 
 enum { BARE_BYTES = 48 }; /* of an empty request, and of its reply: a head and the fixed part */
+STATIC_ASSERT(bare_is_head_and_fixed, BARE_BYTES == TIER_HEAD_BYTES + TIER_FIXED_BYTES);
+STATIC_ASSERT(all_boxes_can_be_named, MAX_TIER == TIER_MAX_BOXES);
 
 /* All bytes, one way or the other, without ever sleeping. */
 static bool bare_move(int fd, char *p, bool is_out) {

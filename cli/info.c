@@ -59,7 +59,7 @@ int cmd_info(const cli_args *a) {
     if (a->kernels_list) return info_kernels_list();
     console_init(&con, a->quiet);
     int rc = model_find(a, &dir);
-    if (rc == DONE) rc = engine_open_headers(&e, a, dir, &con, false);
+    if (rc == DONE) rc = engine_open_headers(&e, a, dir, &con, false, NULL);
     if (rc != DONE) return rc;
     printf("model        %s\n", dir);
     info_geometry(k3_engine_shape(e));

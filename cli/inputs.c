@@ -352,9 +352,10 @@ void tiers_say_silent(const cli_args *a, const k3_stats *st) {
 uint64_t expert_count(const k3_shape *s) { return moe_layers(s) * s->n_experts; }
 
 int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con,
-                        bool has_use_for_sums) {
+                        bool has_use_for_sums, const char *resume) {
     k3_options o = engine_options(a, dir, con);
     o.headers_only = true;
     o.no_check = o.no_check || !has_use_for_sums;
+    o.resume = resume;
     return engine_open(e, &o);
 }

@@ -70,9 +70,10 @@ void engine_gpu(const cli_args *a, k3_options *o);
 /* Open with these options, whose `user` is the console. */
 int engine_open(k3_engine **e, const k3_options *o);
 
-/* Open for questions: headers only. Sums are looked at only where has_use_for_sums. */
+/* Open for questions: headers only. Sums are looked at only where has_use_for_sums. `resume` is the file of a check
+ * that goes on (k3_options.resume), or NULL. */
 int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con,
-                        bool has_use_for_sums);
+                        bool has_use_for_sums, const char *resume);
 
 /* Weights are read again and again: not all of them have a place in memory. */
 bool is_streaming(const k3_engine *e);

@@ -150,19 +150,13 @@ static int plan_locate(const cli_args *a, const char **dir) {
  * *asked is what it was to be; otherwise *asked is the budget. */
 static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console *con,
                      uint64_t *asked) {
-    const uint64_t plenty = (uint64_t)1 << 50;
     k3_options o = engine_options(a, dir, con);
     k3_error err = {{0}};
     o.headers_only = true;
     o.config_only = a->plan.released;
     int status = k3_engine_open(e, &o, &err);
     *asked = a->engine.ram_bytes;
-    if (status == K3_EBUDGET) { /* not even the tables fit */
-        o.ram_bytes = plenty;
-        status = k3_engine_open(e, &o, &err);
-    } else if (status >= 0) {
-        *asked = k3_engine_plan(*e)->ram_bytes;
-    }
+    if (status >= 0) *asked = k3_engine_plan(*e)->ram_bytes;
     if (status >= 0 && *asked < k3_engine_plan(*e)->floor_bytes) {
         o.ram_bytes = k3_engine_plan(*e)->floor_bytes;
         k3_engine_close(*e);

@@ -10,6 +10,7 @@
 #include "cli/generate.h"
 #include "cli/inputs.h"
 #include "cli/output.h"
+#include "cli/resume.h"
 
 #include <errno.h>
 #include <math.h>
@@ -109,8 +110,13 @@ int cmd_verify(const cli_args *a) {
     console_init(&con, a->quiet);
     int rc = model_find(a, &dir);
     if (rc != DONE) return rc;
+    char resume[4400];
+    bool has_place = resume_place(a, dir, resume, sizeof resume);
+    if (!has_place && !a->quiet)
+        say("note: there is no place to keep how far this comes: %s", resume);
+    if (has_place && a->verify.anew) remove(resume);
     signals_catch();
-    rc = engine_open_headers(&e, a, dir, &con, true);
+    rc = engine_open_headers(&e, a, dir, &con, true, has_place ? resume : NULL);
     if (rc != DONE) goto done;
     const k3_shape *s = k3_engine_shape(e);
     if (a->verify.golden && (s->vocab_size != GOLDEN_VOCAB || s->n_layers != GOLDEN_LAYERS)) {
@@ -126,6 +132,8 @@ int cmd_verify(const cli_args *a) {
     console_clear(&con);
     if (n < 0) {
         rc = fail_status((int)n, &err);
+        if (has_place && !a->quiet && access(resume, F_OK) == 0)
+            say("the same command goes on from here; --anew begins again");
         goto done;
     }
     printf(

@@ -158,9 +158,9 @@ def plan(c, source, a):
     return [sorted(s, key=lambda t: -ITEM[t[1]]) for s in shards]  # stable; so every offset is aligned
 
 
-def header(shard):
-    """A shard's first bytes: u64 length, JSON."""
-    at, entries = 0, {"__metadata__": {"format": "pt"}}
+def header(shard, sparse):
+    """A shard's first bytes: u64 length, JSON.  `k3_sparse` says that zeros in the trunk are meant."""
+    at, entries = 0, {"__metadata__": {"format": "pt", **({"k3_sparse": "trunk"} if sparse else {})}}
     for t in shard:
         entries["language_model." + t[0]] = dict(dtype=t[1], shape=t[2], data_offsets=[at, at + n_bytes(t)])
         at += n_bytes(t)
@@ -236,7 +236,7 @@ def write(path, source, shards, total):
         for i, shard in enumerate(shards):
             name = f"model-{i + 1:05d}-of-{len(shards):06d}.safetensors"
             out = Writer(os.path.join(path, name), workers, bufs)
-            out.put(header(shard))
+            out.put(header(shard, source.sparse))
             for t in shard:
                 for x in source.tensor(*t):
                     out.put(x)
@@ -259,10 +259,10 @@ PARTS = [(".experts.", "routed experts"), (".self_attn.", "attention"), (".block
          (".mlp.", "dense MLP"), (".layers.", "norms, AttnRes"), ("", "embedding, head")]
 
 
-def report(c, shards):
+def report(c, shards, sparse):
     parts, files = {label: 0 for _, label in PARTS}, []
     for shard in shards:
-        files.append(len(header(shard)) + sum(map(n_bytes, shard)))
+        files.append(len(header(shard, sparse)) + sum(map(n_bytes, shard)))
         for t in shard:
             parts[next(label for mark, label in PARTS if mark in t[0])] += n_bytes(t)
     expert = sum(o * i * 17 // 32 for o, i in ref.expert_matrices(c).values())
@@ -324,7 +324,7 @@ def run(a):
     shards = plan(c, source, a)
     total = sum(n_bytes(t) for s in shards for t in s)
     if a.check:
-        report(c, shards)
+        report(c, shards, source.sparse)
         return 0
     os.makedirs(a.dir, exist_ok=True)
     if os.listdir(a.dir):

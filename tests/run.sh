@@ -39,6 +39,7 @@ compute() {
 # shellcheck disable=SC2086
 programs() {
     run tests/test_guard.sh
+    run tests/test_couplings.sh
     run "$BUILD/test_xtml"
     if command -v python3 >/dev/null; then
         run python3 tests/test_chat.py $quick

@@ -479,6 +479,37 @@ PY
 else
     skip "verify finds a bad scale code" "no python3"
 fi
+# What a tool leaves behind that makes a file in its full size first and was stopped half-way.
+broken unwritten model-00002-of-000003.safetensors
+cp "$DEMO/model-00002-of-000003.safetensors" "$T/unwritten/"
+n=$(size "$T/unwritten/model-00002-of-000003.safetensors")
+truncate -s $((n / 2)) "$T/unwritten/model-00002-of-000003.safetensors"
+truncate -s "$n" "$T/unwritten/model-00002-of-000003.safetensors"
+check "verify, bytes never written" 5 "bytes are zeros and nothing else \(model-00002-of-000003.safetensors, offset 0x" "$K3" verify -q --model "$T/unwritten"
+check "run, bytes never written" 0 "note: .* bytes are zeros and nothing else .*k3 verify" "$K3" run --no-stop --tokens 40 --model "$T/unwritten" --ids 1,2,3
+expect "run, bytes never written: few notes" "$(grep -c "zeros and nothing else" "$T/err")" 8
+if command -v python3 >/dev/null; then # counts of config.json that no header stands behind
+    broken counts config.json
+    python3 - "$DEMO/config.json" "$T/counts/config.json" <<'PY'
+import json, sys
+c = json.load(open(sys.argv[1]))
+t = c["text_config"]
+t["linear_attn_config"].update(kda_layers=list(range(1, 1025)), full_attn_layers=[])
+t.update(num_hidden_layers=1024, num_experts=65535)
+json.dump(c, open(sys.argv[2], "w"))
+PY
+    for cmd in info "plan --ram 64M" "run --ids 1 --ram 64M" "verify --ram 64M"; do
+        # shellcheck disable=SC2086
+        check "hostile counts: $cmd" 3 "1024 layers, 1023 of them with 65535 experts each.*headers of 3 shards name at most" \
+            python3 -c 'import resource, subprocess, sys
+rc = subprocess.call(sys.argv[1:])
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10)
+sys.exit(rc)' "$K3" $cmd -q --model "$T/counts"
+        [ "$(tail -1 "$T/out")" -le 104 ] && pass "hostile counts, memory: $cmd" || fail "hostile counts, memory: $cmd" "$(tail -1 "$T/out") MiB"
+    done
+else
+    skip "hostile counts" "no python3"
+fi
 check "info" 0 "" "$K3" info -q --context 1000
 grep -q "1000 positions" "$T/out" && grep -q "k3-f32-dot16-q40" "$T/out" && pass "info: memory and numerics" ||
     fail "info: memory and numerics" "$(cat "$T/out")"
@@ -643,6 +674,18 @@ check "run with sums" 0 "logits_fnv e872884d0510aac5" "$K3" run --model "$T/mode
 printf '\001' | dd of="$T/model/model-00001-of-000003.safetensors" bs=1 seek=500000 conv=notrunc 2>/dev/null
 check "a damaged byte: verify" 5 "model-00001.*offset 0x[0-9a-f]+ do not match their sum" "$K3" verify -q --model "$T/model"
 check "a damaged byte: run" 5 "model-00001.*offset 0x[0-9a-f]+ do not match their sum" "$K3" run -q --model "$T/model" "$PARIS"
+check "a damaged byte: verify again" 5 "goes on where it was stopped, at [0-9.]+ %.*$T/model/k3.verify" "$K3" verify --model "$T/model"
+grep -q "the same command goes on from here; --anew begins again" "$T/err" && pass "verify says what is next" || fail "verify says what is next" "$(cat "$T/err")"
+check "a damaged byte: anew" 5 "do not match their sum" "$K3" verify --anew --model "$T/model"
+grep -q "goes on where" "$T/err" && fail "anew" "it goes on" || pass "anew"
+if [ "$(id -u)" != 0 ]; then
+    chmod 555 "$T/model"
+    XDG_CACHE_HOME=$T/xdg check "verify in a directory of others" 5 "the same command goes on" "$K3" verify --model "$T/model"
+    chmod 755 "$T/model"
+    expect "kept in XDG_CACHE_HOME" "$(find "$T/xdg/k3" -name 'verify-*' | wc -l | tr -d ' ')" 1
+else
+    skip "verify in a directory of others" "this user writes everywhere"
+fi
 check "a damaged byte: new sums would hide it" 5 "1 of [0-9]+ sums do not match" "$K3" verify -q --write-sums --model "$T/model"
 check "a damaged byte: it is not hidden" 5 "do not match their sum" "$K3" verify -q --model "$T/model"
 cp "$T/model/k3.sums" "$T/true.sums"

@@ -717,8 +717,45 @@ static uint32_t sample_naive(const k3_sampler *sp, const float *logits, uint32_t
     return last;
 }
 
+/* An engine as far as a draw looks at it: with the kernels `name`, NULL for the best. */
+static const k3_engine *sampler_engine(const char *name) {
+    static k3_engine e;
+    e.kern = kernels_pick(name, NULL);
+    return &e;
+}
+
+/* A draw uses the kernels of its engine, whatever else this CPU has, and gives the same id with each set. */
+static int n_fake_calls;
+static void fake_exp_sub(float *y, const float *x, float m, size_t n) {
+    n_fake_calls++;
+    k3_kernels_ref.exp_sub(y, x, m, n);
+}
+
+static void test_sampler_kernels(void) {
+    enum { V = 5000 };
+    float *logits = malloc(V * sizeof *logits);
+    void *scratch = malloc(k3_sample_scratch(V));
+    k3_sampler sp = {0.8f, 0.9f, 0, 3};
+    k3_kernels fake = k3_kernels_ref;
+    k3_engine with = {.kern = &fake};
+    uint64_t seed = 2;
+    fake.exp_sub = fake_exp_sub;
+    for (uint64_t pos = 0; pos < 20; pos++) {
+        for (int i = 0; i < V; i++) logits[i] = (float)(test_random(&seed) % 4096) / 512.0f;
+        int n_before = n_fake_calls;
+        uint32_t want = k3_sample(&with, &sp, logits, V, pos, scratch);
+        CHECK(n_fake_calls > n_before);
+        for (const char *const *set = k3_kernels_linked(); *set; set++)
+            if (k3_kernels_is_supported(*set))
+                CHECK_EQ_INT(k3_sample(sampler_engine(*set), &sp, logits, V, pos, scratch), want);
+    }
+    free(logits);
+    free(scratch);
+}
+
 static void test_sampler(void) {
     enum { V = 300 };
+    const k3_engine *e = sampler_engine(NULL);
     float logits[V];
     void *scratch = malloc(k3_sample_scratch(V));
     uint64_t seed = 11;
@@ -730,7 +767,7 @@ static void test_sampler(void) {
                          pos / 7};
         for (int i = 0; i < V; i++)
             logits[i] = (float)(test_random(&seed) % 64) / 8.0f; /* many ties */
-        uint32_t got = k3_sample(&sp, logits, V, pos, scratch);
+        uint32_t got = k3_sample(e, &sp, logits, V, pos, scratch);
         n_same += got == sample_naive(&sp, logits, V, pos);
         n_varied += got != k3_sample_greedy(logits, V);
     }
@@ -738,7 +775,7 @@ static void test_sampler(void) {
     CHECK(n_varied > 100);
     k3_sampler greedy = {0.0f, 1.0f, 0, 5};
     logits[7] = logits[9] = 1000.0f;
-    CHECK_EQ_INT(k3_sample(&greedy, logits, V, 3, scratch), 7);
+    CHECK_EQ_INT(k3_sample(e, &greedy, logits, V, 3, scratch), 7);
     free(scratch);
 }
 
@@ -819,7 +856,7 @@ static bool sample_agrees(const k3_sampler *sp, const float *logits, size_t V, u
     float *l = scratch;
     size_t n_kept = 0, n_got = 0;
     uint32_t want = sample_plain(sp, logits, V, pos, &n_kept, n_edge, edge);
-    if (k3_sample(sp, logits, V, pos, scratch) != want) return false;
+    if (k3_sample(sampler_engine(NULL), sp, logits, V, pos, scratch) != want) return false;
     if (!(sp->top_p < 1.0f) && !(sp->top_k > 0 && sp->top_k < V)) return n_kept == V;
     r.l = l + V;
     r.e = r.l + V;
@@ -869,7 +906,7 @@ static void test_sampler_plain(void) {
         sample_logits(logits, most, shape, &seed);
         for (int i = 0; i < 9; i++) {
             uint64_t start = clock_ns();
-            k3_sample(&sp, logits, most, (uint64_t)i, scratch);
+            k3_sample(sampler_engine(NULL), &sp, logits, most, (uint64_t)i, scratch);
             uint64_t ns = clock_ns() - start;
             best = ns < best ? ns : best;
         }
@@ -892,6 +929,7 @@ int main(int argc, char **argv) {
     test_oracle();
     test_router();
     test_sampler();
+    test_sampler_kernels();
     test_sampler_plain();
     test_golden_all();
     test_golden_logits();

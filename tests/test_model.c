@@ -43,6 +43,7 @@ static ssize_t disk_read(int fd, void *to, size_t n, off_t at) {
 #define calloc(k, n)           (alloc_fails() ? NULL : calloc(k, n))
 #define realloc(p, n)          (alloc_fails() ? NULL : realloc(p, n))
 #define strdup(s)              (alloc_fails() ? NULL : strdup(s))
+#define RESUME_NS 0 /* keep how far verify came after each stretch */
 #define pread(fd, to, n, at)   disk_read(fd, to, n, at)
 #include "../k3.c"
 #undef malloc
@@ -1228,6 +1229,67 @@ static void test_bomb(const char *file) {
     free(text);
 }
 
+/* A config.json of n_layers KDA layers with so many experts each. */
+static void config_counts(int n_layers, int n_experts) {
+    json_object *text, *linear, *list = json_object_new_array(), *top = config_tree(&text);
+    must(json_object_object_get_ex(text, "linear_attn_config", &linear), "linear_attn_config");
+    for (int i = 1; i <= n_layers; i++) json_object_array_add(list, json_object_new_int(i));
+    json_object_object_add(linear, "kda_layers", list);
+    json_object_object_add(linear, "full_attn_layers", json_object_new_array());
+    json_object_object_add(text, "num_hidden_layers", json_object_new_int(n_layers));
+    json_object_object_add(text, "num_experts", json_object_new_int(n_experts));
+    box_text("config.json", json_object_to_json_string(top));
+    json_object_put(top);
+}
+
+/* Open the box with a small budget, which its tables would pass by far: refused, and no memory taken. */
+static void refuse_counts(const char *what, bool experts_only, bool config_only, int status, const char *word,
+                          const char *word2) {
+    k3_engine *e = NULL;
+    k3_options o;
+    uint64_t before = peak_kib();
+    k3_options_default(&o);
+    o.model_dir = box;
+    o.ram_bytes = 64u << 20;
+    o.headers_only = true;
+    o.experts_only = experts_only;
+    o.config_only = config_only;
+    int rc = k3_engine_open(&e, &o, &err);
+    if (!test_count(rc == status && strstr(err.text, word) && strstr(err.text, word2) && is_one_line(err.text), __FILE__,
+                    __LINE__, what))
+        printf("    got %d, %s\n", rc, err.text);
+    k3_engine_close(e);
+    if (!HAS_SANITIZER && !test_count(peak_kib() - before < 32 * 1024, __FILE__, __LINE__, what))
+        printf("    took %" PRIu64 " MiB\n", (peak_kib() - before) / 1024);
+}
+
+/* Counts of config.json are compared with the headers before a table is made, and all tables keep to the budget. */
+static void test_counts(void) {
+    box_fresh();
+    config_counts(1024, 65535);
+    refuse_counts("counts beyond the headers", false, false, K3_EMODEL, "1024 layers, 1023 of them with 65535 experts",
+                  "name at most");
+    refuse_counts("counts of a slice", true, false, K3_EBUDGET, "1023 layers with 65535 experts", "--ram");
+    refuse_counts("counts of a config alone", false, true, K3_EBUDGET, "1023 layers with 65535 experts", "--ram");
+    box_fresh(); /* a header of holes, longer than the budget */
+    must(unlink(box_path(S2)) == 0, S2); /* a link to demo's */
+    FILE *f = fopen(box_path(S2), "wb");
+    const uint8_t length[8] = {0, 0, 0x90, 5}; /* 93 MB */
+    must(f && fwrite(length, 1, 8, f) == 8 && fclose(f) == 0 && truncate(box_path(S2), 120 << 20) == 0, S2);
+    refuse_counts("a header longer than the budget", false, false, K3_EBUDGET, S2, "its header");
+    box_fresh(); /* each entry is counted, wherever the pieces that are read end */
+    char *text = malloc(400000), *p = text;
+    must(text != NULL, "memory");
+    for (int i = 0; i < 5000; i++) p += sprintf(p, "{\"data_offsets\":[%d,%d]},%.*s", i, i, i % 17, "                 ");
+    shard_write(1, text, false, 0);
+    shard s = {.name = (char *)(uintptr_t)S2, .fd = {-1, -1, -1, -1, -1, -1, -1, -1}};
+    must((s.fd[0] = file_open(box_path(S2), &s.size, &err)) >= 0, S2);
+    CHECK_EQ_INT(header_count(&s), 5000);
+    close(s.fd[0]);
+    free(text);
+    box_fresh();
+}
+
 /* ---- The index, and shards as files ------------------------------------------------------ */
 
 static void index_map(const char *pairs) {
@@ -1444,6 +1506,104 @@ static void test_scale_codes(void) {
     refuse_verify("scale code of an unused expert", K3_EMODEL, expert, "code 255");
 }
 
+/* Where the data of a tensor of demo's shard i begins in its file. */
+static uint64_t tensor_begin(int i, const char *name) {
+    json_object *top = header_tree(i), *at, *offsets;
+    must(json_object_object_get_ex(top, name, &at) && json_object_object_get_ex(at, "data_offsets", &offsets), name);
+    uint64_t begin = 8 + shard_of[i].header + json_object_get_uint64(json_object_array_get_idx(offsets, 0));
+    json_object_put(top);
+    return begin;
+}
+
+static void shard_zero(int i, uint64_t offset, uint64_t n) {
+    uint8_t *zeros = calloc((size_t)n, 1);
+    must(zeros != NULL, "memory");
+    shard_patch(i, offset, zeros, (size_t)n);
+    free(zeros);
+}
+
+static int count_in(const char *text, const char *word) {
+    int n = 0;
+    for (; (text = strstr(text, word)); text++) n++;
+    return n;
+}
+
+/* Bytes that were never written are zeros: verify refuses a tensor of nothing else, a run says so once. */
+static void test_zeros(void) {
+    uint32_t used, unused;
+    uint64_t fnv, n;
+    expert_place at[2];
+    char expert[64], where[96];
+    k3_engine *e = NULL;
+    pick_experts(&used, &unused, at);
+    must(box_open(&e, true) == 0, "box");
+    const k3_shape sh = e->sh;
+    k3_engine_close(e);
+    for (int k = 0; k < N_EXPERT_TENSORS; k++) {
+        snprintf(expert, sizeof expert, "expert %u of layer 5: %s", used, EXPERT_TENSOR[k]);
+        snprintf(where, sizeof where, "zeros and nothing else (%s, offset 0x%llx)", S2, (unsigned long long)at[0].offset[k]);
+        n = expert_tensor_bytes(&sh, k);
+        shard_zero(1, at[0].offset[k], n);
+        refuse_verify("an expert's tensor of zeros", K3_ECHECK, expert, where);
+        CHECK(box_run(&fnv) == 0 && strstr(notes, expert) && strstr(notes, where) && strstr(notes, "k3 verify"));
+        CHECK_EQ_INT(count_in(notes, "zeros and nothing else"), 1);
+        shard_zero(1, at[0].offset[k] + 1, n - 1); /* one byte is another */
+        if (shard_of[1].bytes[at[0].offset[k]]) {
+            CHECK(box_open(&e, true) == 0 && k3_engine_verify(e, &err) == 8 * 32);
+            k3_engine_close(e);
+            CHECK(box_run(&fnv) == 0 && !strstr(notes, "zeros"));
+        }
+    }
+    shard_zero(1, at[1].offset[W1_SCALE], expert_tensor_bytes(&sh, W1_SCALE)); /* not used: not read */
+    SAME_RUN("an expert of zeros that is not used");
+    CHECK(!strstr(notes, "zeros"));
+    shard_zero(0, tensor_begin(0, Q_PROJ), 128 * 192 * 2);
+    refuse_verify("a matrix of zeros", K3_ECHECK, "self_attn.q_proj.weight of layer 0: 49152 bytes are zeros", S1);
+    CHECK(box_run(&fnv) == 0 && strstr(notes, "self_attn.q_proj.weight of layer 0: 49152 bytes are zeros"));
+    box_fresh();
+    shard_zero(0, tensor_begin(0, LM "layers.0.self_attn.dt_bias"), 128 * 4); /* a bias may be */
+    CHECK(box_open(&e, true) == 0 && k3_engine_verify(e, &err) == 8 * 32);
+    k3_engine_close(e);
+    box_fresh(); /* half of a shard cut off, and the file as long as it was */
+    box_write(S2, shard_of[1].bytes, shard_of[1].size);
+    must(truncate(box_path(S2), (off_t)(shard_of[1].size / 2)) == 0 &&
+         truncate(box_path(S2), (off_t)shard_of[1].size) == 0, S2);
+    refuse_verify("half of a shard", K3_ECHECK, "zeros and nothing else", S2);
+    CHECK(box_run(&fnv) == 0 || notes[0]);
+    CHECK_EQ_INT(count_in(notes, "zeros and nothing else"), ZEROS_NAMED);
+    CHECK_EQ_INT(count_in(notes, "no more are named"), 1);
+}
+
+/* A trunk that was left empty on purpose says so, and is noted, not refused; its experts are looked at. */
+static void test_zeros_on_purpose(void) {
+    k3_engine *e = NULL;
+    char name[200];
+    uint64_t fnv;
+    box_fresh();
+    json_object *top = header_tree(0);
+    char *text = json_mutant(top, top, "__metadata__", "{\"format\":\"pt\",\"k3_sparse\":\"trunk\"}");
+    shard_write(0, text, true, 0);
+    free(text);
+    json_object_put(top);
+    struct stat st;
+    must(stat(box_path(S1), &st) == 0, S1);
+    uint64_t shift = (uint64_t)st.st_size - shard_of[0].size;
+    FILE *f = fopen(box_path(S1), "r+b");
+    uint8_t *zeros = calloc(128 * 192, 2);
+    must(f && zeros && fseek(f, (long)(tensor_begin(0, Q_PROJ) + shift), SEEK_SET) == 0 &&
+         fwrite(zeros, 2, 128 * 192, f) == 128 * 192 && fclose(f) == 0, S1);
+    CHECK(box_open(&e, true) == 0 && k3_engine_verify(e, &err) == 8 * 32);
+    CHECK_EQ_INT(count_in(notes, "left empty on purpose"), 1);
+    k3_engine_close(e);
+    CHECK(box_run(&fnv) == 0 && count_in(notes, "on purpose") == 1 && !strstr(notes, "zeros"));
+    snprintf(name, sizeof name, LM "layers.1." MOE "experts.3.w2.weight_scale");
+    f = fopen(box_path(S1), "r+b");
+    must(f && fseek(f, (long)(tensor_begin(0, name) + shift), SEEK_SET) == 0 &&
+         fwrite(zeros, 1, 96 * 2, f) == 96 * 2 && fclose(f) == 0, S1);
+    free(zeros);
+    refuse_verify("an expert of zeros in a sparse shard", K3_ECHECK, "expert 3 of layer 1: w2.weight_scale", S1);
+}
+
 static void test_not_finite(void) {
     static const struct {
         const char *name;
@@ -1460,13 +1620,8 @@ static void test_not_finite(void) {
         {LM "embed_tokens.weight", 2, 2048 * 192 - 1, 2, "\x80\xff"},
     };
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
-        json_object *top = header_tree(c[i].i_shard), *at, *offsets;
         char where[96];
-        must(json_object_object_get_ex(top, c[i].name, &at) && json_object_object_get_ex(at, "data_offsets", &offsets),
-             c[i].name);
-        uint64_t begin = 8 + shard_of[c[i].i_shard].header +
-                         json_object_get_uint64(json_object_array_get_idx(offsets, 0));
-        json_object_put(top);
+        uint64_t begin = tensor_begin(c[i].i_shard, c[i].name);
         box_fresh();
         shard_patch(c[i].i_shard, begin + c[i].element * c[i].width, c[i].bits, c[i].width);
         snprintf(where, sizeof where, "element %" PRIu64 " is NaN or infinite", c[i].element);
@@ -1477,6 +1632,102 @@ static void test_not_finite(void) {
     shard_patch(0, 8 + shard_of[0].header + 640, "\xc0\x7f", 2); /* q_proj of layer 0 */
     uint64_t fnv;
     CHECK_EQ_INT(box_run(&fnv), K3_ENUMERIC);
+}
+
+/* ---- Verify goes on where it was stopped ---- */
+
+static long calls_left; /* of the progress function, until it stops the work */
+static bool kills;      /* ... by SIGKILL */
+
+static int stop_progress(void *user, const k3_progress *p) {
+    (void)user;
+    if (p->phase != K3_PHASE_VERIFY || calls_left < 0 || calls_left-- > 0) return 0;
+    if (kills) raise(SIGKILL);
+    return 1;
+}
+
+/* Verify the box, from stretch 0 or where it was stopped; stopped after `calls` stretches. *bytes: read meanwhile. */
+static int64_t resumed(const char *file, bool writes, long calls, uint64_t *bytes) {
+    static char path[600];
+    k3_engine *e = NULL;
+    k3_options o;
+    snprintf(path, sizeof path, "%s/k3.verify", box);
+    k3_options_default(&o);
+    o.model_dir = box;
+    o.headers_only = true;
+    o.ram_bytes = 256u << 20;
+    o.note = note_keep;
+    o.progress = stop_progress;
+    o.resume = path;
+    o.sums = file;
+    o.no_check = writes;
+    notes[0] = 0;
+    calls_left = -1;
+    must(k3_engine_open(&e, &o, &err) == 0, err.text);
+    calls_left = calls;
+    int64_t rc = writes ? k3_engine_write_sums(e, true, &err) : k3_engine_verify(e, &err);
+    if (bytes) *bytes = e->io.read_bytes;
+    k3_engine_close(e);
+    return rc;
+}
+
+static void test_resume(void) {
+    uint64_t all, part, rest;
+    char path[600], first[600], again[600];
+    struct stat st;
+    snprintf(path, sizeof path, "%s/k3.verify", box);
+    snprintf(first, sizeof first, "%s/a.sums", box);
+    snprintf(again, sizeof again, "%s/b.sums", box);
+    box_fresh();
+    for (int i = 0; i < 3; i++) { /* no links to demo */
+        must(unlink(box_path(BOX_FILE[2 + i])) == 0, "box");
+        box_write(BOX_FILE[2 + i], shard_of[i].bytes, shard_of[i].size);
+    }
+    CHECK(resumed(NULL, false, -1, &all) == 8 * 32 && !notes[0] && access(path, F_OK) != 0);
+    CHECK_EQ_INT(resumed(NULL, false, 300, &part), K3_ECANCEL);
+    CHECK(stat(path, &st) == 0 && (st.st_mode & 077) == 0 && part > all / 4 && part < all);
+    CHECK(resumed(NULL, false, -1, &rest) == 8 * 32 && strstr(notes, "goes on where it was stopped, at "));
+    CHECK(part + rest <= all + VERIFY_AHEAD * 65536 && rest < all * 3 / 4); /* what was ahead is read again */
+    CHECK(access(path, F_OK) != 0);
+
+    pid_t child = fork(); /* killed: the last stretch that was kept counts */
+    if (child == 0) kills = true, resumed(NULL, false, 300, NULL), _exit(0);
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status) && access(path, F_OK) == 0);
+    CHECK(resumed(NULL, false, -1, &rest) == 8 * 32 && rest < all * 3 / 4 && strstr(notes, "goes on"));
+
+    CHECK_EQ_INT(resumed(NULL, false, 300, NULL), K3_ECANCEL); /* a file that changes is read again */
+    shard_zero(0, tensor_begin(0, Q_PROJ), 128 * 192 * 2);
+    CHECK_EQ_INT(resumed(NULL, false, -1, NULL), K3_ECHECK);
+    CHECK(strstr(err.text, "q_proj.weight of layer 0") && strstr(notes, "1 file changed since and is read again"));
+    CHECK_EQ_INT(resumed(NULL, false, -1, NULL), K3_ECHECK); /* and again, until it is good */
+    box_write(S1, shard_of[0].bytes, shard_of[0].size);
+    CHECK_EQ_INT(resumed(NULL, false, -1, &rest), 8 * 32);
+    CHECK(rest > shard_of[0].size - 100000 && access(path, F_OK) != 0);
+
+    CHECK_EQ_INT(resumed(first, true, -1, NULL), 8 * 32); /* sums so far are kept */
+    CHECK_EQ_INT(resumed(again, true, 200, NULL), K3_ECANCEL);
+    CHECK(access(again, F_OK) != 0);
+    CHECK_EQ_INT(resumed(again, true, 150, NULL), K3_ECANCEL);
+    CHECK(resumed(again, true, -1, &rest) == 8 * 32 && rest < all * 2 / 3 && strstr(notes, "goes on"));
+    size_t n_a, n_b;
+    char *a = file_read(first, &n_a), *b = file_read(again, &n_b);
+    CHECK(a && b && n_a == n_b && memcmp(a, b, n_a) == 0);
+    free(a);
+    free(b);
+
+    CHECK_EQ_INT(resumed(first, false, 300, NULL), K3_ECANCEL); /* another check begins at the beginning */
+    CHECK(resumed(NULL, false, 10, NULL) == K3_ECANCEL && strstr(notes, "begins at the beginning"));
+    for (int way = 0; way < 4; way++) { /* and so does one with a file that cannot be believed */
+        CHECK(resumed(NULL, false, 300, NULL) == K3_ECANCEL && stat(path, &st) == 0);
+        FILE *f = fopen(path, "r+b");
+        must(f && fseek(f, 24, SEEK_SET) == 0 && (way != 0 || fputc(77, f) >= 0) && fclose(f) == 0, path);
+        if (way == 1) must(truncate(path, st.st_size - 1) == 0, path);
+        if (way == 2) must(chmod(path, 0666) == 0, path);
+        if (way == 3) must(rename(path, again) == 0 && symlink(again, path) == 0, path);
+        CHECK(resumed(NULL, false, -1, &rest) == 8 * 32 && rest == all && strstr(notes, "begins at the beginning"));
+        unlink(path);
+    }
 }
 
 /* The shard with layers 5.. shrinks after open: the next expert read says so. */
@@ -1637,6 +1888,9 @@ static void test_refusals(void) {
     test_index_many();
     test_shard_files();
     test_scale_codes();
+    test_zeros();
+    test_zeros_on_purpose();
+    test_resume();
     test_not_finite();
     test_shard_shrinks();
     test_disk();
@@ -1646,6 +1900,7 @@ static void test_refusals(void) {
     test_bomb("config.json");
     test_bomb(INDEX);
     test_bomb(S2);
+    test_counts();
 }
 
 static void box_new(void) {
