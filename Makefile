@@ -59,9 +59,10 @@ KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 # The k3 program: what tests link too, and what belongs to its main.
+CHAT     = json xtml messages talk show chat_commands edit chat
 CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options args inputs generate screen place gpu \
              run bench bench_kernels replay reader hop where verify resume plan forecast info tokenize cache \
-             slice chat calls complete)
+             slice $(CHAT) calls complete)
 CLI_MAIN = $(patsubst %,$(BUILD)/cli/%.o,main help manual)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
@@ -143,7 +144,9 @@ $(BUILD)/cli/place.o: cli/place.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(PLACE_DIRS) -c -o $@ $<
 
-$(BUILD)/cli/chat.o: cli/chat.c | $(BUILD)
+# Whoever holds an edit_state must see libedit, or must not.
+LINES = $(BUILD)/cli/chat.o $(BUILD)/cli/edit.o
+$(LINES): $(BUILD)/cli/%.o: cli/%.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(K3_EDIT:%=-DK3_HAVE_lib%) -c -o $@ $<
 
@@ -196,7 +199,7 @@ $(BUILD)/test_state: tests/test_state.c $(BUILD)/k3_state.o $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
-$(BUILD)/test_xtml: tests/test_xtml.c $(filter-out %/chat.o,$(CLI)) $(ENGINE)
+$(BUILD)/test_xtml: tests/test_xtml.c $(filter-out $(patsubst %,$(BUILD)/cli/%.o,$(CHAT)),$(CLI)) $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
@@ -318,7 +321,7 @@ SAID       = '$(subst ','\'',$(SAID_$(@F)))'
 $(KERNELS) $(ENGINE) $(CLI) $(CLI_MAIN) $(TESTS) $(REPLAYS) $(addprefix $(BUILD)/,tier_tls.o \
   tier_server.o tier_server_gpu.o gpu_bench.o test_gpu): $(BUILD)/flags
 $(BUILD)/k3 $(BUILD)/k3-tier $(TESTS) $(REPLAYS): $(BUILD)/links
-$(BUILD)/cli/chat.o: $(BUILD)/own
+$(LINES): $(BUILD)/own
 $(BUILD)/cli/place.o: $(BUILD)/place
 $(BUILD)/gpu_tier.o: $(BUILD)/nvcc
 
