@@ -6,10 +6,10 @@
  */
 #include "cli/commands.h"
 
+#include "cli/args.h"
 #include "cli/console.h"
 #include "cli/generate.h"
 #include "cli/inputs.h"
-#include "cli/options.h"
 #include "cli/output.h"
 #include "cli/reader.h"
 #include "cli/where.h"
@@ -65,7 +65,7 @@ static int bench_add(bench_state *b, const char *line, size_t n, size_t i_line) 
     if (!is_ids && !b->t)
         return fail(FAIL_USAGE, "%s: a model without tiktoken.model takes ids: lines", what);
     int rc = is_ids ? ids_parse(ids, line + 4, n - 4, what)
-                    : ids_encode(ids, b->t, line, n, b->a->control);
+                    : ids_encode(ids, b->t, line, n, b->a->prompt.control);
     for (size_t i = 0; rc == DONE && i < ids->n; i++)
         if (ids->id[i] >= b->shape.vocab_size)
             rc = fail(FAIL_USAGE, "%s: number %zu, %u, is not below the vocabulary of %u", what,
@@ -79,12 +79,13 @@ static int bench_add(bench_state *b, const char *line, size_t n, size_t i_line) 
 static int bench_prompts(bench_state *b) {
     blob file = {NULL, 0};
     int rc = DONE;
-    if (!b->a->prompts) {
+    if (!b->a->bench.prompts) {
         for (size_t i = 0; i < COUNT(BENCH_PROMPT) && rc == DONE; i++)
             rc = bench_add(b, BENCH_PROMPT[i], strlen(BENCH_PROMPT[i]), i + 1);
         return rc;
     }
-    rc = blob_read(&file, b->a->prompts, b->a->ram ? (size_t)(b->a->ram / 8) : SIZE_MAX);
+    rc = blob_read(&file, b->a->bench.prompts,
+                   b->a->engine.ram_bytes ? (size_t)(b->a->engine.ram_bytes / 8) : SIZE_MAX);
     for (size_t at = 0, i_line = 1; at < file.n && rc == DONE; i_line++) {
         const char *end = memchr(file.p + at, '\n', file.n - at);
         size_t n = end ? (size_t)(end - (file.p + at)) : file.n - at;
@@ -92,7 +93,8 @@ static int bench_prompts(bench_state *b) {
         at += n + 1;
     }
     free(file.p);
-    if (rc == DONE && b->n_prompt == 0) rc = fail(FAIL_USAGE, "%s: no prompt in it", b->a->prompts);
+    if (rc == DONE && b->n_prompt == 0)
+        rc = fail(FAIL_USAGE, "%s: no prompt in it", b->a->bench.prompts);
     return rc;
 }
 
@@ -106,7 +108,7 @@ static int bench_open(bench_state *b) {
     int read = k3_config_read(&b->shape, b->dir, &err);
     if (read < 0) return fail_status(read, &err);
     snprintf(path, sizeof path, "%s/tiktoken.model", b->dir);
-    if (!a->prompts || access(path, F_OK) == 0) {
+    if (!a->bench.prompts || access(path, F_OK) == 0) {
         int status = k3_tokenizer_open(&b->t, b->dir, &err);
         if (status < 0) return fail_status(status, &err);
     }
@@ -114,9 +116,9 @@ static int bench_open(bench_state *b) {
     if (rc != DONE) return rc;
     for (size_t i = 0; i < b->n_prompt; i++)
         if (b->prompt[i].n + a->tokens > most) most = b->prompt[i].n + a->tokens;
-    if (a->context && a->context < most)
+    if (a->engine.context && a->engine.context < most)
         return fail(exit_code(K3_EFULL), "--context holds %llu positions, the prompts need %llu",
-                    (unsigned long long)a->context, (unsigned long long)most);
+                    (unsigned long long)a->engine.context, (unsigned long long)most);
     signals_catch();
     k3_options o = engine_options(a, b->dir, &b->con);
     engine_gpu(a, &o);
@@ -178,7 +180,7 @@ static double median(double *value, size_t n) {
 /* What the disk did since `from`, divided by the repeats. */
 static void bench_count(const bench_state *b, const k3_stats *from, bench_result *out) {
     k3_stats st = timeline_stats(&b->line, from);
-    uint64_t n = b->a->repeats;
+    uint64_t n = b->a->bench.repeats;
     out->read_bytes = st.read_bytes / n;
     out->wasted_bytes = st.wasted_bytes / n;
     out->stall_s = (double)st.stall_ns * 1e-9 / (double)n;
@@ -192,7 +194,7 @@ static int bench_prompt(bench_state *b, size_t i_prompt, bench_result *out) {
     double in_s[MAX_REPEAT], out_s[MAX_REPEAT];
     k3_stats from;
     const id_list *prompt = &b->prompt[i_prompt];
-    size_t n = b->a->repeats;
+    size_t n = b->a->bench.repeats;
     k3_session_stats(b->line.s, &from);
     for (size_t i = 0; i < n; i++) {
         int rc = bench_once(b, prompt, &in_s[i], &out_s[i]);
@@ -259,7 +261,7 @@ static int bench_all(bench_state *b, uint64_t *logits_fnv) {
         uint64_t n_lies = bench_lies(b);
         int rc = bench_prompt(b, i, &r);
         size_t steps = r.n_out ? r.n_out - 1 : 0;
-        if (rc == DONE && i > 0 && b->a->tier_audit > 1 && bench_lies(b) > n_lies)
+        if (rc == DONE && i > 0 && b->a->engine.tier_audit > 1 && bench_lies(b) > n_lies)
             return fail(FAIL_CHECK, "a far box lied: the rows above may be wrong; run again "
                                     "without it, or with --tier-audit 1/1");
         snprintf(name, sizeof name, "%zu", i);
@@ -284,7 +286,7 @@ static int bench_reader(bench_state *b) {
     uint64_t block = k3_engine_shape(e)->expert_bytes;
     k3_engine_close(e);
     rc = reader_open(&b->reader, b->dir, block ? block : 1 << 20);
-    return rc == DONE ? reader_find(&b->reader, b->a->ram) : rc;
+    return rc == DONE ? reader_find(&b->reader, b->a->engine.ram_bytes) : rc;
 }
 
 /* And after the runs; the mean of both is what they are compared with. */
@@ -306,33 +308,33 @@ static int bench_reader_row(bench_state *b) {
 int cmd_bench(const cli_args *a) {
     bench_state b;
     uint64_t logits_fnv = 0;
-    if (a->kernels_only + (a->replay != NULL) + (a->n_hop > 0) > 1)
+    if (a->bench.kernels_only + (a->bench.replay != NULL) + (a->bench.hop.n > 0) > 1)
         return fail(FAIL_USAGE, "bench: --kernels-only, --replay and --hop are one thing each");
-    if (a->kernels_only) {
+    if (a->bench.kernels_only) {
         k3_error err = {{0}};
         int most;
-        if (!k3_machine_table(a->kernels, (int)a->threads, &most, &err))
+        if (!k3_machine_table(a->engine.kernels, (int)a->engine.n_threads, &most, &err))
             return fail_status(K3_EUSAGE, &err);
-        int status = bench_kernels(most, a->kernels, stdout);
+        int status = bench_kernels(most, a->engine.kernels, stdout);
         return status == K3_OK ? DONE
                                : fail(exit_code(status), "bench --kernels-only: out of memory");
     }
-    if (a->n_hop) return bench_hop(a);
+    if (a->bench.hop.n) return bench_hop(a);
     if (is_given(a, "--requests") || is_given(a, "--sustain"))
         return fail(FAIL_USAGE, "--requests and --sustain need --hop ADDR");
-    if (a->replay) return bench_replay(a);
-    if (a->write_pins) return fail(FAIL_USAGE, "--write-pins needs --replay FILE");
+    if (a->bench.replay) return bench_replay(a);
+    if (a->bench.write_pins) return fail(FAIL_USAGE, "--write-pins needs --replay FILE");
     memset(&b, 0, sizeof b);
     b.a = a;
     console_init(&b.con, a->quiet);
     int rc = a->reader ? bench_reader(&b) : DONE;
     if (rc == DONE) rc = bench_open(&b);
     if (rc == DONE) rc = bench_all(&b, &logits_fnv);
-    if (rc == DONE && a->where) rc = where_print(&b.where, b.e);
+    if (rc == DONE && a->engine.is_timed) rc = where_print(&b.where, b.e);
     if (rc == DONE && a->reader) rc = bench_reader_row(&b);
-    if (rc == DONE && is_given(a, "--expect") && logits_fnv != a->expect)
+    if (rc == DONE && is_given(a, "--expect") && logits_fnv != a->bench.expect)
         rc = fail(FAIL_CHECK, "--expect: logits_fnv is %016llx, not %016llx",
-                  (unsigned long long)logits_fnv, (unsigned long long)a->expect);
+                  (unsigned long long)logits_fnv, (unsigned long long)a->bench.expect);
     if (rc == DONE && b.line.s) {
         k3_stats st = timeline_stats(&b.line, &b.line.before);
         tiers_say_silent(a, &st);

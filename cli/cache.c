@@ -1,8 +1,8 @@
 /* cache.c - `k3 cache`: what --cache keeps, listed, removed, checked. */
 #include "cli/commands.h"
 
+#include "cli/args.h"
 #include "cli/console.h"
-#include "cli/options.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -46,7 +46,7 @@ static int cache_remove(const cli_args *a) {
     k3_error err = {{0}};
     uint64_t bytes = 0;
     char size[32];
-    int64_t n = k3_cache_trim(a->arg2, a->cache_size, &bytes, &err);
+    int64_t n = k3_cache_trim(a->words.arg2, a->cache_size, &bytes, &err);
     if (n < 0) return fail_status((int)n, &err);
     printf("%lld removed, %s\n", (long long)n, fmt_bytes(size, bytes));
     return DONE;
@@ -58,15 +58,15 @@ int cmd_cache(const cli_args *a) {
     k3_error err = {{0}};
     char size[32];
     size_t i = 0;
-    while (i < COUNT(verb) && (!a->arg || strcmp(a->arg, verb[i]) != 0)) i++;
-    if (i == COUNT(verb) || !a->arg2)
+    while (i < COUNT(verb) && (!a->words.arg || strcmp(a->words.arg, verb[i]) != 0)) i++;
+    if (i == COUNT(verb) || !a->words.arg2)
         return fail(FAIL_USAGE, "cache takes ls, rm or verify, and a directory: `k3 cache ls DIR`");
     if (is_given(a, "--cache-size") && i != 1)
         return fail(FAIL_USAGE, "--cache-size goes with `k3 cache rm`");
     if (i == 1) return cache_remove(a);
     signals_catch();
     w.checks = i == 2;
-    int64_t n = k3_cache_list(a->arg2, cache_visit, &w, &err);
+    int64_t n = k3_cache_list(a->words.arg2, cache_visit, &w, &err);
     if (n < 0) return fail_status((int)n, &err);
     printf("%llu entries, %s%s\n", (unsigned long long)w.n, fmt_bytes(size, w.n_bytes),
            w.checks && !w.n_bad && !w.n_closed ? ", every byte checked: no fault" : "");

@@ -5,7 +5,7 @@
 #ifndef K3_CLI_COMMANDS_H
 #define K3_CLI_COMMANDS_H
 
-#include "cli/options.h"
+#include "cli/args.h"
 #include "k3.h"
 
 #include <stdio.h>
@@ -20,6 +20,14 @@ int cmd_info(const cli_args *a);
 int cmd_cache(const cli_args *a);
 int cmd_slice(const cli_args *a);
 int cmd_stage(const cli_args *a);
+
+typedef struct {
+    const char *name;
+    unsigned bit;
+    const char *arg; /* the positional argument, or two words for two; or NULL */
+    int (*run)(const cli_args *a);
+    const char *summary, *usage, *about, *examples;
+} cli_command;
 
 /* The table: its i-th row, NULL behind the last one; and a row by its name, NULL where there is none. */
 const cli_command *command_at(size_t i);

@@ -1,8 +1,8 @@
 /* generate.c - a session with its row of logits, its sampler and its hashes; the texts that end an answer. */
 #include "cli/generate.h"
 
+#include "cli/args.h"
 #include "cli/console.h"
-#include "cli/options.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -11,7 +11,7 @@ int timeline_open(timeline *t, k3_engine *e, const cli_args *a) {
     k3_error err = {{0}};
     t->e = e;
     t->n_vocab = k3_engine_shape(e)->vocab_size;
-    t->sampler = (k3_sampler){a->temperature, a->top_p, (uint32_t)a->top_k, a->seed};
+    t->sampler = a->sampler;
     t->ids_fnv = t->logits_fnv = K3_FNV_BASIS;
     t->row = malloc(t->n_vocab * sizeof *t->row);
     t->scratch = malloc(k3_sample_scratch(t->n_vocab) + 1);

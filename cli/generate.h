@@ -4,7 +4,7 @@
 #ifndef K3_CLI_GENERATE_H
 #define K3_CLI_GENERATE_H
 
-#include "cli/options.h"
+#include "cli/args.h"
 #include "k3.h"
 
 typedef struct {

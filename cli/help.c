@@ -21,7 +21,7 @@ int fail_unknown_command(const char *name) {
 }
 
 /* One row of the table, its help broken where the table breaks it. */
-static void help_option(const cli_option *o) {
+static void help_option(const option_row *o) {
     char left[40];
     const char *line = o->help;
     bool joins = o->value && o->value[0] == '[';
@@ -40,11 +40,12 @@ int help_command(const cli_command *cmd) {
     printf("usage: %s\n\n%s", cmd->usage, cmd->about);
     for (int g = 0; g < N_GROUP; g++) {
         bool has_title = false;
-        for (size_t i = 0; i < N_OPTION; i++) {
-            if (!(OPTION[i].who & cmd->bit) || (int)OPTION[i].group != g) continue;
+        for (size_t i = 0; i < CLI_OPTIONS.n; i++) {
+            if (!(CLI_OPTIONS.row[i].who & cmd->bit) || (int)CLI_OPTIONS.row[i].group != g)
+                continue;
             if (!has_title) printf("\n%s\n", GROUP_TITLE[g]);
             has_title = true;
-            help_option(&OPTION[i]);
+            help_option(&CLI_OPTIONS.row[i]);
         }
     }
     printf("\nExamples\n%s", cmd->examples);
@@ -63,8 +64,8 @@ bool section_get(const char *command, size_t i, option_section *out) {
     if (!cmd || i >= N_GROUP) return false;
     out->title = GROUP_TITLE[i];
     out->n = 0;
-    for (size_t k = 0; k < N_OPTION && out->n < COUNT(out->option); k++) {
-        const cli_option *o = &OPTION[k];
+    for (size_t k = 0; k < CLI_OPTIONS.n && out->n < COUNT(out->option); k++) {
+        const option_row *o = &CLI_OPTIONS.row[k];
         if (!(o->who & cmd->bit) || o->group != i) continue;
         out->option[out->n++] =
             (option_view){o->name, o->value, o->start, o->help, o->kind == KIND_CHOICE};
@@ -142,7 +143,7 @@ int cmd_help(int argc, char **argv) {
 
 int fail_no_command(const char *arg) {
     size_t n = strcspn(arg, "=");
-    const cli_option *o = option_find(arg, n, ANY);
+    const option_row *o = option_find(&CLI_OPTIONS, arg, n, ANY);
     const char *best = NULL;
     size_t distance = 4;
     if (o)

@@ -10,9 +10,9 @@
  */
 #include "cli/commands.h"
 
+#include "cli/args.h"
 #include "cli/console.h"
 #include "cli/inputs.h"
-#include "cli/options.h"
 #include "cli/output.h"
 #include "experts.h"
 #include "k3_common.h"
@@ -127,14 +127,15 @@ static bool hop_is_tls(const char *addr) { return strncmp(addr, "tls:", 4) == 0;
 static int hop_dial(hop *h, uint32_t n, uint32_t *ids) {
     const char *boxes[2] = {h->addr, NULL};
     tier_options o = {.boxes = boxes,
-                      .key_file = h->a->psk_file,
-                      .spin_us = (uint32_t)h->a->spin_us,
+                      .key_file = h->a->engine.tier_key,
+                      .spin_us = (uint32_t)h->a->engine.spin_us,
                       .max_rows = 1};
     char why[512];
     uint32_t held = 0, before = 0;
     uint64_t start = clock_ns();
     if (hop_is_tls(h->addr))
-        o.trust = (tier_trust){h->a->tier_ca, h->a->tier_cert, h->a->tier_key, "--tier"};
+        o.trust = (tier_trust){h->a->engine.tier_ca, h->a->engine.tier_cert,
+                               h->a->engine.tier_cert_key, "--tier"};
     h->block = calloc(1, tier_bytes(&h->m, &o));
     if (!h->block) return fail_memory("frames", tier_bytes(&h->m, &o));
     if (tier_open(&h->far, &h->m, &o, h->block, why, sizeof why) < 0)
@@ -313,7 +314,7 @@ static int hop_compare(const void *a, const void *b) {
 
 /* The p-quantile of one part, microseconds. */
 static double hop_quantile(hop *h, enum part part, double p) {
-    size_t n = (size_t)h->a->requests, at = (size_t)(p * (double)n);
+    size_t n = (size_t)h->a->bench.requests, at = (size_t)(p * (double)n);
     for (size_t i = 0; i < n; i++) h->sorted[i] = h->samples[i].ns[part];
     qsort(h->sorted, n, sizeof *h->sorted, hop_compare);
     return h->sorted[at < n ? at : n - 1] * 1e-3;
@@ -344,7 +345,7 @@ static int hop_row(hop *h, const char *what, uint32_t n, uint32_t n_chain, uint3
         rc = questions_make(h, n, n_chain, ids);
     else
         h->q[0].n = 0;
-    for (uint64_t i = 0; i < WARM_UP + h->a->requests && rc == DONE; i++) {
+    for (uint64_t i = 0; i < WARM_UP + h->a->bench.requests && rc == DONE; i++) {
         rc = hop_chain(h, &h->q[n ? i % N_QUESTIONS * n_chain : 0], n_chain, &s);
         if (i >= WARM_UP) h->samples[i - WARM_UP] = s;
         if (interrupted) rc = INTERRUPTED;
@@ -404,7 +405,7 @@ static bool bare_times(hop *h, int ear) {
                  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one) == 0;
     bool has_echo = is_ok && pthread_create(&echo, NULL, bare_echo, &ear) == 0;
     is_ok = has_echo;
-    for (uint64_t i = 0; i < WARM_UP + h->a->requests && is_ok; i++) {
+    for (uint64_t i = 0; i < WARM_UP + h->a->bench.requests && is_ok; i++) {
         uint64_t start = clock_ns();
         is_ok = bare_move(fd, bytes, true) && bare_move(fd, bytes, false);
         if (i >= WARM_UP)
@@ -442,10 +443,10 @@ static bool hop_rss(hop *h, uint64_t *rss) {
  * questions are those of the last row. */
 static int hop_sustain(hop *h, uint32_t n_chain) {
     uint64_t n = 0, n_vain = h->n_vain, before = 0, after = 0, start = clock_ns(),
-             end = start + h->a->sustain * 1000000000ull;
+             end = start + h->a->bench.sustain * 1000000000ull;
     sample s;
     int rc = DONE;
-    if (!h->a->sustain) return DONE;
+    if (!h->a->bench.sustain) return DONE;
     if (!hop_rss(h, &before)) return fail(FAIL_IO, "%s: does not say its figures", h->addr);
     for (; clock_ns() < end && rc == DONE; n++) {
         rc = hop_chain(h, &h->q[n % N_QUESTIONS * n_chain], n_chain, &s);
@@ -527,8 +528,8 @@ static int hop_memory(hop *h) {
     h->z = hop_take(h->m.latent, sizeof *h->z, &is_ok);
     h->scratch = hop_take(expert_one_floats(&h->math), sizeof *h->scratch, &is_ok);
     h->Q = hop_take(h->m.latent, sizeof *h->Q, &is_ok);
-    h->samples = hop_take(h->a->requests, sizeof *h->samples, &is_ok);
-    h->sorted = hop_take(h->a->requests, sizeof *h->sorted, &is_ok);
+    h->samples = hop_take(h->a->bench.requests, sizeof *h->samples, &is_ok);
+    h->sorted = hop_take(h->a->bench.requests, sizeof *h->sorted, &is_ok);
     for (size_t i = 0; i < COUNT(h->q); i++) {
         h->q[i].z = hop_take(h->m.latent, sizeof(float), &is_ok);
         h->q[i].want = hop_take(h->m.latent, sizeof(int64_t), &is_ok);
@@ -552,15 +553,15 @@ static void hop_free(hop *h) {
 
 static int hop_check(const cli_args *a) {
     size_t n_tls = 0;
-    for (size_t i = 0; i < a->n_hop; i++) n_tls += hop_is_tls(a->hop[i]);
-    if (a->n_tier)
+    for (size_t i = 0; i < a->bench.hop.n; i++) n_tls += hop_is_tls(a->bench.hop.text[i]);
+    if (a->tier.n)
         return fail(FAIL_USAGE, "bench: --tier runs the model with boxes, --hop measures the boxes "
                                 "alone; give one of them");
-    if (a->tier_hedge || a->tier_audit || a->tier_wait)
+    if (a->engine.tier_hedge || a->engine.tier_audit || a->engine.tier_wait_us)
         return fail(FAIL_USAGE,
                     "bench: --tier-hedge, --tier-audit and --tier-wait are for --tier; --hop "
                     "asks one box and compares all it says");
-    if (n_tls == 0 && (a->tier_ca || a->tier_cert || a->tier_key))
+    if (n_tls == 0 && (a->engine.tier_ca || a->engine.tier_cert || a->engine.tier_cert_key))
         return fail(FAIL_USAGE, "bench: --tier-ca, --tier-cert and --tier-key are for tls: boxes; "
                                 "write --hop tls:ADDR");
     return DONE;
@@ -579,8 +580,8 @@ int bench_hop(const cli_args *a) {
         rc = fail_memory("ids of experts", h.m.n_experts * sizeof *ids);
     if (rc == DONE) rc = hop_head();
     if (rc == DONE) rc = hop_yardstick(&h);
-    for (size_t i = 0; i < a->n_hop && rc == DONE; i++) {
-        h.addr = a->hop[i];
+    for (size_t i = 0; i < a->bench.hop.n && rc == DONE; i++) {
+        h.addr = a->bench.hop.text[i];
         h.seed = 1;
         h.n_vain = h.n_wrong = 0;
         rc = hop_box(&h, ids);

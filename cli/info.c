@@ -1,9 +1,9 @@
 /* info.c - `k3 info`: what a model is: geometry, sizes, kernels, memory. Reads no weight. */
 #include "cli/commands.h"
 
+#include "cli/args.h"
 #include "cli/console.h"
 #include "cli/inputs.h"
-#include "cli/options.h"
 #include "cli/place.h"
 
 #include "k3_machine.h"

@@ -5,9 +5,9 @@
  */
 #include "cli/inputs.h"
 
+#include "cli/args.h"
 #include "cli/console.h"
 #include "cli/gpu.h"
-#include "cli/options.h"
 #include "cli/place.h"
 #include "experts.h"
 #include "k3_machine.h"
@@ -92,7 +92,7 @@ static bool stdin_is_fed(void) {
 }
 
 static int prompt_sources(const cli_args *a) {
-    return (a->arg != NULL) + (a->prompt_file != NULL) + (a->ids != NULL);
+    return (a->words.arg != NULL) + (a->prompt.file != NULL) + (a->prompt.ids != NULL);
 }
 
 int prompt_check(const cli_args *a, const char *command) {
@@ -114,7 +114,8 @@ int prompt_check(const cli_args *a, const char *command) {
 /* The file with the prompt, "-" for stdin; NULL: it is on the command line. */
 static const char *prompt_path(const cli_args *a) {
     if (prompt_sources(a) == 0) return stdin_is_fed() ? "-" : NULL;
-    return a->prompt_file ? a->prompt_file : a->arg && strcmp(a->arg, "-") == 0 ? a->arg : NULL;
+    if (a->prompt.file) return a->prompt.file;
+    return a->words.arg && strcmp(a->words.arg, "-") == 0 ? a->words.arg : NULL;
 }
 
 size_t prompt_most(const cli_args *a, const char *dir, const k3_tokenizer *t) {
@@ -123,22 +124,22 @@ size_t prompt_most(const cli_args *a, const char *dir, const k3_tokenizer *t) {
     if (!prompt_path(a) || !t || k3_config_read(&sh, dir, NULL) < 0) return SIZE_MAX;
     for (uint32_t id = 0; id < sh.vocab_size; id++)
         if (k3_id_bytes(t, id, &n) && n > longest) longest = n;
-    uint64_t positions = a->context ? a->context : sh.max_position;
-    size_t most = (size_t)(positions * longest), part = (size_t)(a->ram / 8);
+    uint64_t positions = a->engine.context ? a->engine.context : sh.max_position;
+    size_t most = (size_t)(positions * longest), part = (size_t)(a->engine.ram_bytes / 8);
     return part > 0 && part < most ? part : most;
 }
 
 int prompt_read(const cli_args *a, blob *text, size_t most, id_list *ids, const char *command) {
     const char *path = prompt_path(a);
     int rc = DONE;
-    if (a->ids) return ids_parse(ids, a->ids, strlen(a->ids), "--ids");
+    if (a->prompt.ids) return ids_parse(ids, a->prompt.ids, strlen(a->prompt.ids), "--ids");
     if (path) {
         rc = blob_read(text, path, most);
     } else {
-        text->n = strlen(a->arg);
+        text->n = strlen(a->words.arg);
         text->p = malloc(text->n + 1);
         if (!text->p) return fail_memory("the prompt", text->n);
-        memcpy(text->p, a->arg, text->n + 1);
+        memcpy(text->p, a->words.arg, text->n + 1);
     }
     if (rc == DONE && text->n == 0 && prompt_sources(a) == 0)
         rc = fail(
@@ -181,33 +182,35 @@ int dir_check(const char *option, const char *dir, const char *holds) {
 static int fail_no_model(const cli_args *a) {
     char path[4200];
     struct stat st;
-    snprintf(path, sizeof path, "%s/snapshots", a->model);
+    snprintf(path, sizeof path, "%s/snapshots", a->engine.model_dir);
     if (stat(path, &st) == 0 && S_ISDIR(st.st_mode))
         return fail(FAIL_MODEL,
                     "%s %s: no readable config.json there; this is a download cache: name the "
                     "directory inside its snapshots/",
-                    a->model_by, a->model);
+                    a->model_by, a->engine.model_dir);
     return fail(FAIL_MODEL,
                 "%s %s: no readable config.json there, so no model; the directory of a download "
                 "holds config.json, tiktoken.model, tokenizer_config.json and model-*.safetensors",
-                a->model_by, a->model);
+                a->model_by, a->engine.model_dir);
 }
 
 int model_locate(const cli_args *a, const char **dir) {
     static char bundled[4200];
     int rc = DONE;
-    for (size_t i = 0; i < a->n_mirror && rc == DONE; i++)
-        rc = dir_check("--mirror", a->mirror[i], "shards");
-    if (rc == DONE && a->model) rc = dir_check(a->model_by, a->model, "config.json");
-    *dir = a->model;
+    for (size_t i = 0; i < a->mirror.n && rc == DONE; i++)
+        rc = dir_check("--mirror", a->mirror.text[i], "shards");
+    if (rc == DONE && a->engine.model_dir)
+        rc = dir_check(a->model_by, a->engine.model_dir, "config.json");
+    *dir = a->engine.model_dir;
     if (rc != DONE) return rc;
-    if (a->model) {
-        if (!is_model_dir(a->model)) return fail_no_model(a);
-        return is_slice(a->model) ? fail(FAIL_MODEL,
-                                         "%s %s: a slice: some experts and nothing else; "
-                                         "`k3-tier --slice` serves it",
-                                         a->model_by, a->model)
-                                  : DONE;
+    if (a->engine.model_dir) {
+        if (!is_model_dir(a->engine.model_dir)) return fail_no_model(a);
+        return is_slice(a->engine.model_dir)
+                   ? fail(FAIL_MODEL,
+                          "%s %s: a slice: some experts and nothing else; "
+                          "`k3-tier --slice` serves it",
+                          a->model_by, a->engine.model_dir)
+                   : DONE;
     }
     if (!place_find(PLACE_DEMO, bundled, sizeof bundled))
         return fail(FAIL_USAGE,
@@ -219,8 +222,8 @@ int model_locate(const cli_args *a, const char **dir) {
 }
 
 void model_say(const cli_args *a, const char *dir) {
-    if (a->quiet || (a->model && strcmp(a->model_by, "K3_MODEL") != 0)) return;
-    if (a->model)
+    if (a->quiet || (a->engine.model_dir && strcmp(a->model_by, "K3_MODEL") != 0)) return;
+    if (a->engine.model_dir)
         say("model: %s (from K3_MODEL)", dir);
     else
         say("no --model given: using the small bundled model, %s; `k3 plan --released` says "
@@ -251,13 +254,13 @@ void engine_gpu(const cli_args *a, k3_options *o) {
     char why[700];
     bool is_new = false;
     if (!a->gpu) return;
-    memcpy(tiers, a->tier, a->n_tier * sizeof *tiers);
-    tiers[a->n_tier] = tiers[a->n_tier + 1] = NULL;
-    if (a->n_tier == MAX_TIER) {
+    memcpy(tiers, a->tier.text, a->tier.n * sizeof *tiers);
+    tiers[a->tier.n] = tiers[a->tier.n + 1] = NULL;
+    if (a->tier.n == MAX_TIER) {
         snprintf(why, sizeof why, "--gpu: %d boxes are named, and no more can be had", MAX_TIER);
-    } else if (gpu_join(o->model_dir, a->pins, a->psk_file, address, sizeof address, &is_new, why,
-                        sizeof why)) {
-        tiers[a->n_tier] = address;
+    } else if (gpu_join(o->model_dir, a->engine.pins, a->engine.tier_key, address, sizeof address,
+                        &is_new, why, sizeof why)) {
+        tiers[a->tier.n] = address;
         o->tiers = tiers;
         o->others_bytes = is_new ? GPU_RAM_BYTES : 0; /* else it has what it takes */
         return;
@@ -267,35 +270,11 @@ void engine_gpu(const cli_args *a, k3_options *o) {
 }
 
 k3_options engine_options(const cli_args *a, const char *dir, console *con) {
-    k3_options o;
-    k3_options_default(&o);
+    k3_options o = a->engine;
     o.model_dir = dir;
-    o.kernels = a->kernels;
-    o.n_threads = (int)a->threads;
-    o.chunk = (int)a->chunk;
-    o.ram_bytes = a->ram;
-    o.context = a->context;
-    o.mirrors = a->mirror;
-    o.io = (k3_io)a->io;
-    o.direct = (k3_switch)a->direct;
-    o.io_depth = (int)a->io_depth;
-    o.policy = (k3_policy)a->policy;
-    o.no_look_ahead = a->no_look_ahead;
-    o.is_timed = a->where;
-    o.sums = a->sums;
-    o.pins = a->pins;
-    o.no_check = a->no_check || a->write_sums;
-    o.tiers = a->tier;
-    o.tier_key = a->psk_file;
-    o.tier_ca = a->tier_ca;
-    o.tier_cert = a->tier_cert;
-    o.tier_cert_key = a->tier_key;
-    o.spin_us = (uint32_t)a->spin_us;
-    o.tier_wait_us = (uint32_t)a->tier_wait;
-    o.tier_audit = (uint32_t)a->tier_audit;
-    o.tier_hedge = a->tier_hedge;
-    if (is_given(a, "--lora-eps")) o.eps_lora = a->lora_eps;
-    if (a->golden) o.eps_lora = 1e-5f;
+    o.no_check =
+        o.no_check || a->verify.write_sums; /* what is being written is not yet to be believed */
+    if (a->verify.golden) o.eps_lora = 1e-5f;
     o.note = console_note;
     o.progress = console_progress;
     o.user = con;
@@ -357,7 +336,7 @@ int tokenizer_open(k3_tokenizer **t, const cli_args *a, const char *dir) {
     char path[4096];
     k3_error err = {{0}};
     snprintf(path, sizeof path, "%s/tiktoken.model", dir);
-    if (a->ids && access(path, F_OK) != 0 && errno == ENOENT) {
+    if (a->prompt.ids && access(path, F_OK) != 0 && errno == ENOENT) {
         if (!a->quiet) say("note: %s is absent: ids only, no text", path);
         return DONE;
     }
@@ -372,10 +351,10 @@ uint64_t beyond_allowance(uint64_t bytes) {
 
 bool tiers_say_silent(const cli_args *a, const k3_stats *st) {
     char names[256] = "";
-    if (a->quiet || a->n_tier == 0 || a->gpu || st->far_asked > 0 || st->expert_loads == 0)
+    if (a->quiet || a->tier.n == 0 || a->gpu || st->far_asked > 0 || st->expert_loads == 0)
         return false;
-    for (size_t i = 0; i < a->n_tier; i++)
-        line_add(names, sizeof names, "%s%s", i ? ", " : "", a->tier[i]);
+    for (size_t i = 0; i < a->tier.n; i++)
+        line_add(names, sizeof names, "%s%s", i ? ", " : "", a->tier.text[i]);
     say("note: no box was of use (%s): none was there in time, or none held what was wanted; all "
         "was read and computed here; `k3-tier status ADDR` says what a box does",
         names);

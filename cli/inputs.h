@@ -5,8 +5,8 @@
 #ifndef K3_CLI_INPUTS_H
 #define K3_CLI_INPUTS_H
 
+#include "cli/args.h"
 #include "cli/console.h"
-#include "cli/options.h"
 #include "k3.h"
 
 /* ---- Files, ids, prompts ---- */

@@ -4,10 +4,10 @@
  * with "k3: " and goes to stderr; a function that returns an exit code has already said why;
  * nothing here changes a bit of the output, the engine behind k3.h does all of that.
  */
+#include "cli/args.h"
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/help.h"
-#include "cli/options.h"
 #include "cli/output.h"
 #include "cli/place.h"
 #include "cli/screen.h"
@@ -139,9 +139,10 @@ static int dispatch(int argc, char **argv) {
     if (name[0] == '-') return fail_no_command(name);
     const cli_command *cmd = command_find(name);
     if (!cmd) return fail_unknown_command(name);
-    int rc = args_parse(&a, cmd, argc - 2, argv + 2, &wants_help);
+    option_taker taker = {cmd->name, cmd->bit, cmd->arg};
+    int rc = args_parse(&a, &taker, argc - 2, argv + 2, &wants_help);
     if (wants_help) return help_command(cmd);
-    args_from_environment(&a, cmd);
+    args_from_environment(&a, cmd->bit);
     if (rc == DONE) rc = args_for_boxes(&a);
     if (rc == DONE) rc = args_for_files(&a);
     return rc != DONE ? rc : cmd->run(&a);

@@ -5,7 +5,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* One command and one of its options, as the tables of main.c and options.c have them. Texts are borrowed for ever. */
+/* One command and one of its options, as the tables of main.c and args.c have them. Texts are borrowed for ever. */
 typedef struct {
     const char *name, *summary, *usage, *about, *examples;
 } command_view;

@@ -1,10 +1,10 @@
 /* plan.c - `k3 plan`: where a memory budget goes, and what a token and a prompt then read. Reads no weight. */
 #include "cli/commands.h"
 
+#include "cli/args.h"
 #include "cli/console.h"
 #include "cli/forecast.h"
 #include "cli/inputs.h"
-#include "cli/options.h"
 #include "cli/output.h"
 #include "cli/place.h"
 #include "cli/reader.h"
@@ -106,10 +106,10 @@ static void plan_prompts(const cli_args *a, const k3_engine *e, const char *dir,
     forecast f = {.sh = k3_engine_shape(e), .p = k3_engine_plan(e), .disk = rate};
     f.n_disk = plan_rates(disk, rate);
     f.n_threads = k3_engine_threads(e);
-    f.core_flops = (double)a->gflops * 1e9;
-    f.is_pinned_chat = a->released;
-    f.n_chat = a->released ? RELEASED_CHAT_IDS : 0;
-    if (!a->released && k3_tokenizer_open(&t, dir, NULL) >= 0) f.n_chat = chat_template_ids(t);
+    f.core_flops = (double)a->plan.gflops * 1e9;
+    f.is_pinned_chat = a->plan.released;
+    f.n_chat = a->plan.released ? RELEASED_CHAT_IDS : 0;
+    if (!a->plan.released && k3_tokenizer_open(&t, dir, NULL) >= 0) f.n_chat = chat_template_ids(t);
     k3_tokenizer_close(t);
     fflush(stdout);
     if (forecast_print(&f) < 0 && !a->quiet)
@@ -119,13 +119,14 @@ static void plan_prompts(const cli_args *a, const k3_engine *e, const char *dir,
 /* The way on from a plan. */
 static void plan_say_next(const cli_args *a, const char *dir) {
     if (a->quiet) return;
-    if (a->released)
+    if (a->plan.released)
         say("next: `hf download moonshotai/Kimi-K3 --local-dir DIR` (of `pip install -U "
             "huggingface_hub`; 1.56 TB), then `k3 verify --model DIR`");
-    else if (a->model)
+    else if (a->engine.model_dir)
         say("next: `k3 chat --model %s` or `k3 run --model %s PROMPT`, with the same --ram and "
             "--context%s",
-            dir, dir, a->reader || a->disk > 0 ? "" : "; `k3 plan --reader` measures this disk");
+            dir, dir,
+            a->reader || a->plan.disk > 0 ? "" : "; `k3 plan --reader` measures this disk");
     else
         say("next: `k3 plan --released` plans for the real model");
 }
@@ -133,12 +134,12 @@ static void plan_say_next(const cli_args *a, const char *dir) {
 /* The directory to plan for; with --released, one that holds a config.json and nothing else. */
 static int plan_locate(const cli_args *a, const char **dir) {
     static char released[4200];
-    if (!a->released) return model_find(a, dir);
-    if (a->model || a->pins || a->reader)
+    if (!a->plan.released) return model_find(a, dir);
+    if (a->engine.model_dir || a->engine.pins || a->reader)
         return fail(FAIL_USAGE, "--released is a plan without files: not with %s",
-                    a->model  ? "--model"
-                    : a->pins ? "--pins"
-                              : "--reader");
+                    a->engine.model_dir ? "--model"
+                    : a->engine.pins    ? "--pins"
+                                        : "--reader");
     *dir = released;
     if (place_find(PLACE_RELEASED, released, sizeof released)) return DONE;
     return fail(FAIL_MODEL, "--released: no config.json in %s: `make install` puts it there",
@@ -152,10 +153,10 @@ static int plan_open(k3_engine **e, const cli_args *a, const char *dir, console 
     k3_options o = engine_options(a, dir, con);
     k3_error err = {{0}};
     o.headers_only = true;
-    o.config_only = a->released;
+    o.config_only = a->plan.released;
     ram_say(con, &o);
     int status = k3_engine_open(e, &o, &err);
-    *asked = a->ram;
+    *asked = a->engine.ram_bytes;
     if (status >= 0) *asked = k3_engine_plan(*e)->ram_bytes;
     if (status >= 0 && *asked < k3_engine_plan(*e)->floor_bytes) {
         o.ram_bytes = k3_engine_plan(*e)->floor_bytes;
@@ -185,16 +186,17 @@ int cmd_plan(const cli_args *a) {
     console con;
     const char *dir;
     uint64_t asked = 0;
-    if ((is_given(a, "--disk") || is_given(a, "--disk-rate")) && !(a->disk > 0))
+    if ((is_given(a, "--disk") || is_given(a, "--disk-rate")) && !(a->plan.disk > 0))
         return fail(FAIL_USAGE, "--disk: a disk of 0 GB/s reads nothing");
     console_init(&con, a->quiet);
     int rc = plan_locate(a, &dir);
     if (rc == DONE) rc = plan_open(&e, a, dir, &con, &asked);
     if (rc != DONE) return rc;
     const k3_plan *p = k3_engine_plan(e);
-    plan_split(p, k3_engine_shape(e), asked, !a->ram);
-    float disk = a->disk;
-    if (a->reader) rc = plan_measure(dir, k3_engine_shape(e)->expert_bytes, a->ram, &disk);
+    plan_split(p, k3_engine_shape(e), asked, !a->engine.ram_bytes);
+    float disk = a->plan.disk;
+    if (a->reader)
+        rc = plan_measure(dir, k3_engine_shape(e)->expert_bytes, a->engine.ram_bytes, &disk);
     plan_reads(p, k3_engine_shape(e), disk);
     if (rc == DONE) plan_prompts(a, e, dir, disk);
     if (fflush(stdout) != 0 && rc == DONE) rc = fail_stdout(errno);

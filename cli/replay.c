@@ -6,9 +6,9 @@
  */
 #include "cli/commands.h"
 
+#include "cli/args.h"
 #include "cli/console.h"
 #include "cli/inputs.h"
-#include "cli/options.h"
 #include "cli/output.h"
 
 #include <errno.h>
@@ -171,7 +171,7 @@ int bench_replay(const cli_args *a) {
     uint64_t n_use = 0;
     bool is_seen[K3_MAX_LAYERS] = {false};
     uint32_t n_moe = 0;
-    int rc = replay_read(&t, a->replay);
+    int rc = replay_read(&t, a->bench.replay);
     replay_slot *slot = rc == DONE ? malloc((size_t)t.n_layers * t.n_experts * sizeof *slot) : NULL;
     if (rc == DONE && !slot) rc = fail_memory("the slots", (size_t)t.n_layers * t.n_experts);
     for (size_t i = 0; rc == DONE && i < t.n; i++) {
@@ -190,7 +190,7 @@ int bench_replay(const cli_args *a) {
                share(rank, n_use), share(lru, n_use));
     }
     if (rc == DONE && fflush(stdout) != 0) rc = fail_stdout(errno);
-    if (rc == DONE && a->write_pins) rc = replay_write_pins(&t, a->write_pins);
+    if (rc == DONE && a->bench.write_pins) rc = replay_write_pins(&t, a->bench.write_pins);
     free(slot);
     free(t.line);
     return rc;

@@ -39,8 +39,8 @@ static bool cache_directory(char *out, size_t cap) {
 
 bool resume_place(const cli_args *a, const char *dir, char *path, size_t cap) {
     char beside[4352], parent[4352], cache[4352];
-    if (a->sums)
-        snprintf(beside, sizeof beside, "%.4300s.verify", a->sums);
+    if (a->engine.sums)
+        snprintf(beside, sizeof beside, "%.4300s.verify", a->engine.sums);
     else
         snprintf(beside, sizeof beside, "%.4300s/k3.verify", dir);
     directory_of(beside, parent, sizeof parent);

@@ -6,10 +6,10 @@
  */
 #include "cli/commands.h"
 
+#include "cli/args.h"
 #include "cli/console.h"
 #include "cli/generate.h"
 #include "cli/inputs.h"
-#include "cli/options.h"
 #include "cli/output.h"
 #include "cli/place.h"
 #include "experts.h"
@@ -88,7 +88,7 @@ static int run_write(run_state *r, bool is_end) {
     char *from = r->text.p + r->n_out;
     size_t n = r->text.n - r->n_out;
     bool is_met = false;
-    size_t n_now = stop_before(from, n, r->a->stop, r->a->n_stop, is_end, &is_met);
+    size_t n_now = stop_before(from, n, r->a->stop.text, r->a->stop.n, is_end, &is_met);
     int rc = n_now == 0 ? DONE : run_put(r, from, n_now);
     r->n_out += n_now;
     if (is_met) r->text.n = r->n_out;
@@ -146,7 +146,7 @@ static int run_check_context(const run_state *r, uint64_t context) {
 static int run_context(run_state *r, uint64_t *context) {
     k3_engine *e = NULL;
     uint64_t n = r->n_loaded + r->prompt_ids.n;
-    *context = r->a->context;
+    *context = r->a->engine.context;
     if (*context) return run_check_context(r, *context);
     if (n <= DEFAULT_CONTEXT) return DONE;
     k3_options o = engine_options(r->a, r->dir, &r->con);
@@ -168,7 +168,7 @@ static int run_context(run_state *r, uint64_t *context) {
 
 /* The positions that the timeline can reach. */
 static uint64_t run_most(const run_state *r, const k3_shape *sh) {
-    uint64_t n = r->n_loaded + r->prompt_ids.n, most = r->a->context;
+    uint64_t n = r->n_loaded + r->prompt_ids.n, most = r->a->engine.context;
     if (!most) most = n <= DEFAULT_CONTEXT ? DEFAULT_CONTEXT : UINT64_MAX;
     if (most > sh->max_position) most = sh->max_position;
     return n >= most || r->a->tokens >= most - n ? most : n + r->a->tokens;
@@ -344,12 +344,12 @@ static int run_open(run_state *r) {
     if (rc == DONE)
         rc = prompt_read(a, &r->prompt, prompt_most(a, r->dir, r->t), &r->prompt_ids, "run");
     if (rc == DONE) model_say(a, r->dir);
-    if (rc == DONE && !a->ids)
-        rc = ids_encode(&r->prompt_ids, r->t, r->prompt.p, r->prompt.n, a->control);
+    if (rc == DONE && !a->prompt.ids)
+        rc = ids_encode(&r->prompt_ids, r->t, r->prompt.p, r->prompt.n, a->prompt.control);
     if (rc != DONE) return rc;
     if (!a->quiet && r->prompt.n && r->prompt.p[r->prompt.n - 1] == '\n')
         say("note: the prompt ends with a newline, which is part of it");
-    if (!a->quiet && a->temperature <= 0 && (a->top_k || a->top_p < 1))
+    if (!a->quiet && a->sampler.temperature <= 0 && (a->sampler.top_k || a->sampler.top_p < 1))
         say("note: --top-k and --top-p change nothing at --temperature 0");
     rc = run_state_ahead(r);
     if (rc == DONE) rc = run_context(r, &context);
@@ -505,7 +505,7 @@ static void json_put_disk(json_object *o, const run_state *r) {
     json_put_count(o, "guesses", st.guesses);
     json_put_count(o, "guess_hits", st.guess_hits);
     json_put_count(o, "wasted_bytes", st.wasted_bytes);
-    if (!r->a->n_tier && !r->a->gpu) return;
+    if (!r->a->tier.n && !r->a->gpu) return;
     json_put_count(o, "far_asked", st.far_asked);
     json_put_count(o, "far_served", st.far_served);
     json_put_count(o, "far_late", st.far_late);
@@ -575,7 +575,7 @@ static int run_report(const run_state *r) {
         fprintf(r->trace.f ? r->trace.f : stderr, "trace_fnv %016llx\n",
                 (unsigned long long)r->trace_fnv);
     if (r->says_disk) run_say_disk(r);
-    if ((r->a->n_tier || r->a->gpu) && !r->a->quiet) run_say_tier(r);
+    if ((r->a->tier.n || r->a->gpu) && !r->a->quiet) run_say_tier(r);
     if (!r->a->quiet)
         say("prompt %zu ids, %.1f tok/s; answer %zu ids, %.1f tok/s (%s); "
             "ids_fnv %016llx logits_fnv %016llx",

@@ -13,9 +13,9 @@
  */
 #include "cli/commands.h"
 
+#include "cli/args.h"
 #include "cli/console.h"
 #include "cli/inputs.h"
-#include "cli/options.h"
 #include "cli/output.h"
 #include "experts.h"
 #include "k3_common.h"
@@ -186,7 +186,8 @@ static int job_open(job *j, const cli_args *a) {
         return fail(FAIL_MODEL, "%s: a model without experts", j->dir);
     int status = k3_expert_fingerprints(j->e, &j->print, &err);
     if (status < 0) return fail_status(status, &err);
-    rc = a->pins ? pins_read(a->pins, j->sh, &j->list, &j->n) : pins_all(j->sh, &j->list, &j->n);
+    rc = a->engine.pins ? pins_read(a->engine.pins, j->sh, &j->list, &j->n)
+                        : pins_all(j->sh, &j->list, &j->n);
     return rc == DONE ? feed_open(&j->feed, j->e) : rc;
 }
 
@@ -262,14 +263,14 @@ static int slicing_fit(slicing *s, const cli_args *a) {
     k3_expert_name(s->j->e, sh->n_layers - 1, sh->n_experts - 1, 0, name, sizeof name);
     uint64_t each = sh->expert_bytes + N_EXPERT_TENSORS * (2 * strlen(name) + 160) + 48,
              fixed = s->n_config + 16384;
-    uint64_t per = a->shard_size / sh->expert_bytes;
+    uint64_t per = a->slice.shard_size / sh->expert_bytes;
     s->per_shard = per < 1 ? 1 : per > 32768 ? 32768 : (uint32_t)per;
     each += 8192 / s->per_shard + 1; /* a shard's own */
-    uint64_t n = a->size > fixed ? (a->size - fixed) / each : 0;
+    uint64_t n = a->slice.size > fixed ? (a->slice.size - fixed) / each : 0;
     if (n == 0)
         return fail(FAIL_USAGE,
                     "--size of %llu bytes is too small for one expert: give at least %llu",
-                    (unsigned long long)a->size, (unsigned long long)(fixed + each));
+                    (unsigned long long)a->slice.size, (unsigned long long)(fixed + each));
     if (n > s->j->n && !a->quiet)
         say("note: --pins names %u experts; there would be room for %llu", s->j->n,
             (unsigned long long)n);
@@ -576,21 +577,21 @@ static int slicing_write(slicing *s) {
 
 int cmd_slice(const cli_args *a) {
     static job j;
-    slicing s = {.j = &j, .dir = a->out, .fd_list = -1};
-    if (!a->pins)
+    slicing s = {.j = &j, .dir = a->slice.out, .fd_list = -1};
+    if (!a->engine.pins)
         return fail(FAIL_USAGE,
                     "slice: which experts? --pins FILE says; `k3 run --trace T ...`, then "
                     "`k3 bench --replay T --write-pins FILE` make it");
-    if (!a->size) return fail(FAIL_USAGE, "slice: --size SIZE: how many bytes may it take?");
-    if (!a->out || !a->out[0]) return fail(FAIL_USAGE, "slice: --out DIR: where to?");
-    if (strlen(a->out) > 4000) return fail(FAIL_USAGE, "--out: a name of 4000 bytes at most");
+    if (!a->slice.size) return fail(FAIL_USAGE, "slice: --size SIZE: how many bytes may it take?");
+    if (!a->slice.out || !a->slice.out[0]) return fail(FAIL_USAGE, "slice: --out DIR: where to?");
+    if (strlen(a->slice.out) > 4000) return fail(FAIL_USAGE, "--out: a name of 4000 bytes at most");
     int rc = job_open(&j, a);
     if (rc == DONE) rc = slicing_describe(&s);
     if (rc == DONE) rc = slicing_fit(&s, a);
-    if (rc == DONE && mkdir(a->out, 0777) != 0 && errno != EEXIST)
-        rc = fail(FAIL_IO, "--out %s: %s", a->out, strerror(errno));
+    if (rc == DONE && mkdir(a->slice.out, 0777) != 0 && errno != EEXIST)
+        rc = fail(FAIL_IO, "--out %s: %s", a->slice.out, strerror(errno));
     if (rc == DONE && dir_finished(&s, &rc)) {
-        if (rc == DONE && !a->quiet) say("%s: this slice is there, whole", a->out);
+        if (rc == DONE && !a->quiet) say("%s: this slice is there, whole", a->slice.out);
         goto done;
     }
     if (rc == DONE && s.man.by_sums == 0 && !a->quiet)
@@ -649,15 +650,16 @@ static bool wire_stops(void *user) {
 /* Whom to dial and how; before anything is read, since some of it may be a slip. */
 static int wire_address(wire *w, const cli_args *a) {
     char why[400];
-    w->trust = (tier_trust){a->tier_ca, a->tier_cert, a->tier_key, "--tier"};
+    w->trust =
+        (tier_trust){a->engine.tier_ca, a->engine.tier_cert, a->engine.tier_cert_key, "--tier"};
     if (!w->addr || !w->addr[0]) return fail(FAIL_USAGE, "stage: --to ADDR: which box?");
     if (!tier_addr_parse(w->addr, &w->to))
         return fail(FAIL_USAGE, "--to: '%s' is no address; %s", w->addr, tier_addr_advice(w->addr));
-    if (!w->to.is_tls && (a->tier_ca || a->tier_cert || a->tier_key))
+    if (!w->to.is_tls && (a->engine.tier_ca || a->engine.tier_cert || a->engine.tier_cert_key))
         return fail(FAIL_USAGE, "--tier-%s: --to is not dialled with TLS: write tls:ADDR",
-                    a->tier_ca     ? "ca"
-                    : a->tier_cert ? "cert"
-                                   : "key");
+                    a->engine.tier_ca     ? "ca"
+                    : a->engine.tier_cert ? "cert"
+                                          : "key");
     if (w->to.is_tls && !tier_dial_has_tls())
         return fail(FAIL_USAGE, "--to: built without libcurl (make CURL=0), so without TLS");
     if (tier_trust_check(&w->trust, why, sizeof why) < 0) return fail(FAIL_USAGE, "%s", why);
@@ -965,8 +967,8 @@ static int stage_run(job *j, wire *w) {
 static int stage_room(wire *w, const job *j, const cli_args *a) {
     const k3_shape *sh = j->sh;
     char path[4096];
-    const char *why = a->psk_file ? tier_key_read(a->psk_file, &w->key) : NULL;
-    if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", a->psk_file, why);
+    const char *why = a->engine.tier_key ? tier_key_read(a->engine.tier_key, &w->key) : NULL;
+    if (why) return fail(FAIL_USAGE, "--psk-file %s: %s", a->engine.tier_key, why);
     w->m = (tier_model){K3_NUMERICS_ID, j->print.sampled, j->print.by_sums, sh->n_layers, sh->n_dense,
                         sh->n_experts,  sh->latent,       sh->expert_inter, sh->top_k};
     if (!tier_model_is_stageable(&w->m))
@@ -985,15 +987,15 @@ static int stage_room(wire *w, const job *j, const cli_args *a) {
 
 int cmd_stage(const cli_args *a) {
     static job j;
-    wire w = {.addr = a->to, .wait_ms = TIER_HELLO_MS, .code = FAIL_IO};
+    wire w = {.addr = a->slice.to, .wait_ms = TIER_HELLO_MS, .code = FAIL_IO};
     int rc = wire_address(&w, a);
     if (rc != DONE) return rc;
     rc = job_open(&j, a);
-    if (rc == DONE && a->size / j.sh->expert_bytes < j.n && is_given(a, "--size"))
-        j.n = (uint32_t)(a->size / j.sh->expert_bytes);
+    if (rc == DONE && a->slice.size / j.sh->expert_bytes < j.n && is_given(a, "--size"))
+        j.n = (uint32_t)(a->slice.size / j.sh->expert_bytes);
     if (rc == DONE && j.n == 0)
         rc = fail(FAIL_USAGE, "--size of %llu bytes is too small for one expert of %llu",
-                  (unsigned long long)a->size, (unsigned long long)j.sh->expert_bytes);
+                  (unsigned long long)a->slice.size, (unsigned long long)j.sh->expert_bytes);
     if (rc == DONE) rc = stage_room(&w, &j, a);
     if (rc == DONE) rc = wire_dial(&w);
     if (rc == DONE && !stage_hello(&w, j.sh))

@@ -5,9 +5,9 @@
  */
 #include "cli/commands.h"
 
+#include "cli/args.h"
 #include "cli/console.h"
 #include "cli/inputs.h"
-#include "cli/options.h"
 #include "cli/output.h"
 
 #include <errno.h>
@@ -45,21 +45,22 @@ int cmd_tokenize(const cli_args *a) {
     k3_tokenizer *t = NULL;
     const char *dir;
     k3_error err = {{0}};
-    if (a->decode && !a->ids) return fail(FAIL_USAGE, "tokenize --decode needs --ids N,N,...");
+    if (a->prompt.decode && !a->prompt.ids)
+        return fail(FAIL_USAGE, "tokenize --decode needs --ids N,N,...");
     int rc = prompt_check(a, "tokenize");
     if (rc == DONE) rc = prompt_read(a, &text, SIZE_MAX, &ids, "tokenize");
     if (rc == DONE) rc = model_find(a, &dir);
     if (rc != DONE) goto done;
     int status = k3_tokenizer_open(&t, dir, &err);
     rc = status < 0 ? fail_status(status, &err) : DONE;
-    if (rc == DONE && !a->ids) rc = ids_encode(&ids, t, text.p, text.n, a->control);
+    if (rc == DONE && !a->prompt.ids) rc = ids_encode(&ids, t, text.p, text.n, a->prompt.control);
     if (rc != DONE) goto done;
-    if (a->decode)
+    if (a->prompt.decode)
         rc = tokenize_decode(t, &ids);
     else
         tokenize_list(t, &ids, a->ids_only);
     if (fflush(stdout) != 0) rc = fail_stdout(errno);
-    if (rc == DONE && !a->quiet && !a->decode) say("%zu ids", ids.n);
+    if (rc == DONE && !a->quiet && !a->prompt.decode) say("%zu ids", ids.n);
 done:
     k3_tokenizer_close(t);
     free(text.p);

@@ -5,10 +5,10 @@
  */
 #include "cli/commands.h"
 
+#include "cli/args.h"
 #include "cli/console.h"
 #include "cli/generate.h"
 #include "cli/inputs.h"
-#include "cli/options.h"
 #include "cli/output.h"
 #include "cli/resume.h"
 
@@ -91,7 +91,7 @@ static void verify_say_next(const cli_args *a, const char *dir, bool has_sums) {
     snprintf(path, sizeof path, "%s/tiktoken.model", dir);
     if (access(path, R_OK) != 0)
         say("note: %s is absent: ids only, no text; download it as well", path);
-    if (!has_sums && !a->write_sums)
+    if (!has_sums && !a->verify.write_sums)
         say("next: `k3 verify --write-sums --model %s` keeps checksums, and every later read is "
             "compared with them",
             dir);
@@ -114,12 +114,12 @@ int cmd_verify(const cli_args *a) {
     bool has_place = resume_place(a, dir, resume, sizeof resume);
     if (!has_place && !a->quiet)
         say("note: there is no place to keep how far this comes: %s", resume);
-    if (has_place && a->anew) remove(resume);
+    if (has_place && a->verify.anew) remove(resume);
     signals_catch();
     rc = engine_open_headers(&e, a, dir, &con, true, has_place ? resume : NULL);
     if (rc != DONE) goto done;
     const k3_shape *s = k3_engine_shape(e);
-    if (a->golden && (s->vocab_size != GOLDEN_VOCAB || s->n_layers != GOLDEN_LAYERS)) {
+    if (a->verify.golden && (s->vocab_size != GOLDEN_VOCAB || s->n_layers != GOLDEN_LAYERS)) {
         rc = fail(
             FAIL_USAGE,
             "--golden: its values belong to the released weights (%d layers, vocabulary %d); this "
@@ -127,8 +127,8 @@ int cmd_verify(const cli_args *a) {
             GOLDEN_LAYERS, GOLDEN_VOCAB, (unsigned)s->n_layers, (unsigned)s->vocab_size);
         goto done;
     }
-    int64_t n =
-        a->write_sums ? k3_engine_write_sums(e, a->no_check, &err) : k3_engine_verify(e, &err);
+    int64_t n = a->verify.write_sums ? k3_engine_write_sums(e, a->engine.no_check, &err)
+                                     : k3_engine_verify(e, &err);
     console_clear(&con);
     if (n < 0) {
         rc = fail_status((int)n, &err);
@@ -141,10 +141,10 @@ int cmd_verify(const cli_args *a) {
         dir, (long long)n, (unsigned long long)expert_count(s),
         fmt_bytes(experts, (uint64_t)n * s->expert_bytes), fmt_bytes(trunk, s->trunk_bytes),
         k3_engine_plan(e)->has_sums ? ", sums too"
-        : a->write_sums             ? ", sums written"
+        : a->verify.write_sums      ? ", sums written"
                                     : "");
     if (fflush(stdout) != 0) rc = fail_stdout(errno);
-    if (rc == DONE && a->golden) rc = verify_golden(a, dir, &con);
+    if (rc == DONE && a->verify.golden) rc = verify_golden(a, dir, &con);
     if (rc == DONE) verify_say_next(a, dir, k3_engine_plan(e)->has_sums);
 done:
     k3_engine_close(e);

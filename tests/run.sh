@@ -61,6 +61,7 @@ programs() {
         run tests/test_example.sh
         run tests/test_install.sh
         run "$BUILD/test_forecast"
+        run "$BUILD/test_options"
         ! command -v python3 >/dev/null || run python3 tests/test_screen.py
     fi
 }

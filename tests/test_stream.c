@@ -39,6 +39,8 @@ static ssize_t given_random(void *to, size_t n, unsigned flags) {
 #define mmap scarce_mmap
 #define getrandom given_random
 #include "../k3.c"
+
+#include "../k3_ledger.c"
 #undef getrandom
 #undef mmap
 #include "test.h"

@@ -3,10 +3,17 @@
  * A reply is rendered from an OpenAI message, read back by its ids and compared; cut at every id
  * and closed; damaged and shuffled. What reply_close adds must always end the message in one
  * well-formed way. Notes of a state file are taken only when all of them are right. Includes
- * cli/chat.c, to reach its statics; the rest of the program is linked without its main.
+ * the files of `k3 chat`, to reach their statics; the rest of the program is linked without its main.
  */
 #include "test.h"
 
+#include "../cli/json.c"
+#include "../cli/xtml.c"
+#include "../cli/messages.c"
+#include "../cli/talk.c"
+#include "../cli/show.c"
+#include "../cli/chat_commands.c"
+#include "../cli/edit.c"
 #include "../cli/chat.c"
 
 static k3_tokenizer *t;
