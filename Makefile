@@ -163,7 +163,7 @@ $(BUILD)/test_engine: $(BUILD)/%: tests/%.c $(PARTS)
 # k3_ledger.c is included too: its mmap fails when the test says so.
 $(BUILD)/test_stream: tests/test_stream.c $(filter-out %/k3_ledger.o,$(PARTS))
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
 # k3_model.c is included too.
 BUT_MODEL = $(filter-out %/k3_model.o,$(PARTS))
