@@ -1,6 +1,7 @@
 /* commands.h - the commands of `k3`. Each returns an exit code, and has then said why.
  *
- * A new command is a file with its function, a prototype here, and a row of the table in main.c.
+ * A new command is a file with its function, a prototype here, a row of the table in main.c, and a bit in args.h for
+ * its options.
  */
 #ifndef K3_CLI_COMMANDS_H
 #define K3_CLI_COMMANDS_H
@@ -21,9 +22,13 @@ int cmd_cache(const cli_args *a);
 int cmd_slice(const cli_args *a);
 int cmd_stage(const cli_args *a);
 
+/* What one wants to do: the headings of `k3 help`. */
+typedef enum { TASK_TEXT, TASK_KNOW, TASK_MEASURE, TASK_KEEP, TASK_BRING, N_TASK } command_task;
+
 typedef struct {
     const char *name;
-    unsigned bit;
+    unsigned bit; /* its bit in the table of options (args.h) */
+    command_task task;
     const char *arg; /* the positional argument, or two words for two; or NULL */
     int (*run)(const cli_args *a);
     const char *summary, *usage, *about, *examples;

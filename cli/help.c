@@ -5,7 +5,6 @@
 #include "cli/console.h"
 #include "cli/manual.h"
 #include "cli/options.h"
-#include "k3_common.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -84,18 +83,12 @@ const char HELP_EXITS[] = "  0  done                            3  the model is 
                           "  2  wrong usage                     5  a hash or check does not match\n"
                           "  130  interrupted; what was said so far was printed\n";
 
-/* The commands by what one wants to do. */
-static const struct {
-    const char *title;
-    unsigned who;
-} TASK[] = {{"Make text", RUN | CHAT | TOKENIZE},
-            {"Know the model and this machine", PLAN | INFO | VERIFY},
-            {"Measure", BENCH},
-            {"Keep what was computed", CACHE},
-            {"Bring experts to other machines (k3-tier)", SLICE | STAGE}};
-
-STATIC_ASSERT(tasks_name_every_command, (RUN | CHAT | TOKENIZE | PLAN | INFO | VERIFY | BENCH |
-                                         CACHE | SLICE | STAGE) == ANY);
+static const char *const TASK_TITLE[N_TASK] = {[TASK_TEXT] = "Make text",
+                                               [TASK_KNOW] = "Know the model and this machine",
+                                               [TASK_MEASURE] = "Measure",
+                                               [TASK_KEEP] = "Keep what was computed",
+                                               [TASK_BRING] =
+                                                   "Bring experts to other machines (k3-tier)"};
 
 int help_all(void) {
     const cli_command *c;
@@ -107,10 +100,10 @@ int help_all(void) {
          "  k3 plan --released --ram 64G         what the real one would take here, before a "
          "download\n"
          "  k3 chat --model DIR                  talk with the model in DIR (or set K3_MODEL=DIR)");
-    for (size_t t = 0; t < COUNT(TASK); t++) {
-        printf("\n%s\n", TASK[t].title);
+    for (int t = 0; t < N_TASK; t++) {
+        printf("\n%s\n", TASK_TITLE[t]);
         for (size_t i = 0; (c = command_at(i)); i++)
-            if (c->bit & TASK[t].who) printf("  %-10s %s\n", c->name, c->summary);
+            if ((int)c->task == t) printf("  %-10s %s\n", c->name, c->summary);
     }
     printf("\n%s\nExit codes\n%s", HELP_COMMON, HELP_EXITS);
     return DONE;

@@ -25,7 +25,7 @@
 #endif
 
 static const cli_command COMMAND[] = {
-    {"run", RUN, "PROMPT", cmd_run, "continue a prompt, text streamed as it is made",
+    {"run", RUN, TASK_TEXT, "PROMPT", cmd_run, "continue a prompt, text streamed as it is made",
      "k3 run [options] PROMPT | -",
      "Runs the prompt and prints what follows it. The prompt is taken as it is: no chat markup is\n"
      "added, and what looks like markup is text unless --control is given. stdout gets the\n"
@@ -35,7 +35,7 @@ static const cli_command COMMAND[] = {
      "  k3 run --model /data/Kimi-K3 --ram 64G --tokens 40 --prompt-file question.txt\n"
      "  k3 run --json --tokens 0 --dump-logits rows.f32 --ids 3,4,5,6,7\n"
      "  k3 run --save talk.k3s --prompt-file a.txt && k3 run --load talk.k3s \" And then\"\n"},
-    {"chat", CHAT, NULL, cmd_chat, "talk with the model; on a terminal or through pipes",
+    {"chat", CHAT, TASK_TEXT, NULL, cmd_chat, "talk with the model; on a terminal or through pipes",
      "k3 chat [options]",
      "On a terminal: line editing and history; /help lists the commands. Ctrl-C stops a reply and\n"
      "keeps what was said, Ctrl-D leaves. Otherwise each line of stdin is one turn, or a command\n"
@@ -46,14 +46,15 @@ static const cli_command COMMAND[] = {
      "  echo \"What is the capital of France?\" | k3 chat --temperature 0\n"
      "  echo '{\"role\":\"user\",\"content\":\"Hello!\"}' | k3 chat --json\n"
      "  k3 chat --render conversation.json\n"},
-    {"tokenize", TOKENIZE, "TEXT", cmd_tokenize, "text to ids and back",
+    {"tokenize", TOKENIZE, TASK_TEXT, "TEXT", cmd_tokenize, "text to ids and back",
      "k3 tokenize [options] TEXT | -",
      "One line for each id: the id, a tab, its bytes, escaped as in C where they are not\n"
      "printable UTF-8.\n",
      "  k3 tokenize \"12 + 30 =\"\n"
      "  k3 tokenize --ids-only --prompt-file a.txt\n"
      "  k3 tokenize --decode --ids 343,336,327,444,1489,311\n"},
-    {"bench", BENCH, NULL, cmd_bench, "speeds and hashes as a table (TSV)", "k3 bench [options]",
+    {"bench", BENCH, TASK_MEASURE, NULL, cmd_bench, "speeds and hashes as a table (TSV)",
+     "k3 bench [options]",
      "Runs each prompt from an empty context and prints a row: ids a second in and out, ids_fnv,\n"
      "logits_fnv, settings; then, a mean of the repeats, bytes read and seconds waited for them,\n"
      "the share of experts in memory when wanted and of guesses used, bytes read in vain. Slots\n"
@@ -62,13 +63,13 @@ static const cli_command COMMAND[] = {
      "  k3 bench --expect $(k3 bench -q --kernels ref | awk -F'\\t' '/^# total/ {print $7}')\n"
      "  k3 bench --kernels-only --threads 8\n"
      "  k3 bench --model /data/Kimi-K3 --hop 10.0.0.7:7383 --psk-file key\n"},
-    {"verify", VERIFY, NULL, cmd_verify, "read and check every weight of a model",
+    {"verify", VERIFY, TASK_KNOW, NULL, cmd_verify, "read and check every weight of a model",
      "k3 verify [options]",
      "Checks all headers, then reads every tensor of the text model once: lengths, scale codes,\n"
      "finite values. Worth its time after a download.\n",
      "  k3 verify --model /data/Kimi-K3\n"
      "  k3 verify --model /data/Kimi-K3 --golden\n"},
-    {"plan", PLAN, NULL, cmd_plan, "where a memory budget goes, what a token then reads",
+    {"plan", PLAN, TASK_KNOW, NULL, cmd_plan, "where a memory budget goes, what a token then reads",
      "k3 plan [options]",
      "Reads headers only, and with --released not even those. Divides --ram as run and bench do,\n"
      "and says what is read for each token and for prompts of 100, 1,000 and 10,000 ids, and how "
@@ -78,17 +79,18 @@ static const cli_command COMMAND[] = {
      "  k3 plan --released --ram 64G --threads 16 --gflops 40\n"
      "  k3 plan --model /data/Kimi-K3 --ram 64G --context 32768\n"
      "  k3 plan --model /data/Kimi-K3 --ram 8G --disk 6.3\n"},
-    {"info", INFO, NULL, cmd_info, "geometry, sizes, kernels, memory a context needs",
+    {"info", INFO, TASK_KNOW, NULL, cmd_info, "geometry, sizes, kernels, memory a context needs",
      "k3 info [options]", "Reads headers only, no weights.\n",
      "  k3 info --model /data/Kimi-K3 --context 131072\n"},
-    {"cache", CACHE, "ls|rm|verify DIR", cmd_cache, "what `run --cache` keeps: list, remove, check",
-     "k3 cache ls|rm|verify DIR",
+    {"cache", CACHE, TASK_KEEP, "ls|rm|verify DIR", cmd_cache,
+     "what `run --cache` keeps: list, remove, check", "k3 cache ls|rm|verify DIR",
      "ls: an entry a line, most recently used first. rm: all of them, or down to --cache-size; a\n"
      "running process loses nothing but speed. verify: reads every byte, exit 5 if one is wrong.\n"
      "Only files that `run --cache` could have written are looked at.\n",
      "  k3 cache ls /data/k3-cache\n"
      "  k3 cache rm --cache-size 5G /data/k3-cache\n"},
-    {"slice", SLICE, NULL, cmd_slice, "write the hottest experts into a directory of their own",
+    {"slice", SLICE, TASK_BRING, NULL, cmd_slice,
+     "write the hottest experts into a directory of their own",
      "k3 slice --pins FILE --size SIZE --out DIR [options]",
      "The slice has config.json, shards in the official format with those experts byte for byte,\n"
      "an index, and k3.slice: which model they are of, and a checksum of each. `k3-tier --slice`\n"
@@ -97,7 +99,7 @@ static const cli_command COMMAND[] = {
      "  k3 run --model /data/Kimi-K3 --trace trace --prompt-file a.txt\n"
      "  k3 bench --replay trace --write-pins pins\n"
      "  k3 slice --model /data/Kimi-K3 --pins pins --size 58G --out /mnt/usb/hot\n"},
-    {"stage", STAGE, NULL, cmd_stage, "bring experts to a box that has no files",
+    {"stage", STAGE, TASK_BRING, NULL, cmd_stage, "bring experts to a box that has no files",
      "k3 stage --to ADDR [options]",
      "Sends experts to a running k3-tier, which needs no files: the first who stages says which "
      "model\n"
@@ -121,15 +123,30 @@ const cli_command *command_find(const char *name) {
     return NULL;
 }
 
+/* Without a command: which there are, in lines of 80 columns. */
+static void usage_say(void) {
+    size_t column = strlen("usage: k3");
+    fputs("usage: k3", stderr);
+    for (size_t i = 0; i < COUNT(COMMAND); i++) {
+        size_t n = strlen(COMMAND[i].name) + strlen("  |");
+        if (column + n > 80) {
+            fprintf(stderr, "\n%9s", "");
+            column = 9;
+        }
+        fprintf(stderr, " %s |", COMMAND[i].name);
+        column += n;
+    }
+    fputs(" help [options]\n"
+          "try:   k3 run \"The capital of France is\"     or: k3 help\n",
+          stderr);
+}
+
 static int dispatch(int argc, char **argv) {
     cli_args a;
     bool wants_help = false;
     const char *name = argc > 1 ? argv[1] : NULL;
     if (!name) {
-        fputs("usage: k3 run | chat | tokenize | bench | verify | plan | info | cache | slice |\n"
-              "          stage | help [options]\n"
-              "try:   k3 run \"The capital of France is\"     or: k3 help\n",
-              stderr);
+        usage_say();
         return FAIL_USAGE;
     }
     if (strcmp(name, "-V") == 0 || strcmp(name, "--version") == 0)
