@@ -3,17 +3,12 @@
 #define K3_ERROR_H
 
 #include "k3.h"
+#include "k3_line.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 
-/* Names quoted from a file stay on one line and send no escapes to a terminal. */
-static inline void one_line(char *s) {
-    for (; *s; s++)
-        if ((unsigned char)*s < 0x20 || *s == 0x7f) *s = '?';
-}
-
-/* Fill `err` (which may be NULL) and return `status`. */
+/* Fill `err` (which may be NULL) and return `status`. Names quoted from a file stay on one line. */
 static inline int fail(k3_error *err, int status, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)));
 static inline int fail(k3_error *err, int status, const char *fmt, ...) {

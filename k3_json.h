@@ -1,8 +1,12 @@
-/* k3_json.h - what json-c does not say of a text: a key that an object has twice.
+/* k3_json.h - what json-c does not say of a text: that an object has a key twice, or that it is no JSON.
  *
  * json-c keeps the last of them and other readers the first, so two programs would see two files. Each
  * member of an object has one colon that is in no string: a text with more colons than its value has
- * members says something twice, however the key is escaped. */
+ * members says something twice, however the key is escaped.
+ *
+ * Where it is not strict json-c also takes comments and strings in single quotes. Other readers do not, and
+ * a double quote in one of them would hide what follows from the count: both are refused. (Its strict mode
+ * refuses the official tokenizer_config.json, for a number of 28 digits.) */
 #ifndef K3_JSON_H
 #define K3_JSON_H
 
@@ -23,8 +27,8 @@ static inline size_t json_count_members(json_object *v) {
     return n;
 }
 
-/* Does an object in the n bytes of text, which were parsed to v, have a key twice? */
-static inline bool json_has_key_twice(const char *text, size_t n, json_object *v) {
+/* NULL, or what is wrong with the n bytes of text that json-c parsed to v. */
+static inline const char *json_fault(const char *text, size_t n, json_object *v) {
     size_t n_colons = 0;
     bool is_string = false;
     for (size_t i = 0; i < n; i++) {
@@ -32,10 +36,12 @@ static inline bool json_has_key_twice(const char *text, size_t n, json_object *v
             i++;
         else if (text[i] == '"')
             is_string = !is_string;
+        else if (!is_string && (text[i] == '\'' || text[i] == '/'))
+            return "a comment or a single quote";
         else
             n_colons += !is_string && text[i] == ':';
     }
-    return n_colons != json_count_members(v);
+    return n_colons != json_count_members(v) ? "an object has a key twice" : NULL;
 }
 
 #endif

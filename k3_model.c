@@ -355,11 +355,11 @@ static json_object *json_parse(const char *text, size_t n, int depth, const char
     enum json_tokener_error e = json_tokener_get_error(tok);
     size_t end = json_tokener_get_parse_end(tok);
     while (e == json_tokener_success && end < n && strchr(" \t\r\n", text[end]) && text[end]) end++;
-    bool is_twice = e == json_tokener_success && json_has_key_twice(text, n, v);
-    if (e != json_tokener_success || end < n || is_twice) {
+    const char *lie = e == json_tokener_success ? json_fault(text, end, v) : NULL;
+    if (e != json_tokener_success || end < n || lie) {
         const char *why = e == json_tokener_continue  ? "ends too early"
                           : e != json_tokener_success ? json_tokener_error_desc(e)
-                          : is_twice                  ? "an object has a key twice"
+                          : lie                       ? lie
                                                       : "has text after its end";
         fail(err, K3_EMODEL, "%s: not valid JSON: %s at byte %zu; download the file again", what,
              why, end);
@@ -790,19 +790,22 @@ typedef struct {
 static const char *header_entry_fields(scan *s, header_entry *h) {
     char key[64];
     uint64_t off[2];
-    bool has_dtype = false, has_shape = false, has_offsets = false;
+    bool has_dtype = false, has_shape = false, has_offsets = false, is_twice = false;
     if (!scan_char(s, '{')) return "is not an object";
     if (!scan_char(s, '}')) {
         do {
             if (!scan_string(s, key, sizeof key) || !scan_char(s, ':'))
                 return "has a malformed field";
             if (strcmp(key, "dtype") == 0) {
+                is_twice |= has_dtype;
                 if (!(has_dtype = scan_string(s, h->dtype, sizeof h->dtype)))
                     return "has an impossible dtype";
             } else if (strcmp(key, "shape") == 0) {
+                is_twice |= has_shape;
                 has_shape = (h->n_dims = scan_list(s, h->dims, 8)) >= 0;
                 if (!has_shape) return "has an impossible shape: at most 8 sizes";
             } else if (strcmp(key, "data_offsets") == 0) {
+                is_twice |= has_offsets;
                 if (!(has_offsets = scan_list(s, off, 2) == 2))
                     return "has impossible data_offsets";
             } else if (!scan_value(s)) {
@@ -812,6 +815,7 @@ static const char *header_entry_fields(scan *s, header_entry *h) {
         if (!scan_char(s, '}')) return "has a malformed field";
     }
     if (!has_dtype || !has_shape || !has_offsets) return "has no dtype, shape or data_offsets";
+    if (is_twice) return "has dtype, shape or data_offsets twice";
     h->begin = off[0];
     h->end = off[1];
     return NULL;
@@ -1187,7 +1191,11 @@ static int index_scan(model *m, FILE *f, k3_error *err) {
     if (!scan_char(&s, '{')) goto bad;
     do {
         if (!scan_string(&s, key, sizeof key) || !scan_char(&s, ':')) goto bad;
-        if (strcmp(key, "weight_map") == 0 && scan_char(&s, '{')) {
+        bool is_map = strcmp(key, "weight_map") == 0;
+        if (is_map && is_found)
+            return fail(err, K3_EMODEL,
+                        "model.safetensors.index.json: weight_map is there twice; download it again");
+        if (is_map && scan_char(&s, '{')) {
             int rc = index_pairs(m, &s, err);
             if (rc < 0) return rc;
             is_found = true;

@@ -423,9 +423,9 @@ static int specials_parse(k3_tokenizer *t, const char *text, size_t n_bytes, k3_
                   end);
         goto done;
     }
-    if (json_has_key_twice(text, n_bytes, root)) {
-        rc = fail(err, K3_EMODEL, "%s: an object has a key twice; download the file again",
-                  CONFIG_FILE);
+    const char *lie = json_fault(text, n_bytes, root);
+    if (lie) {
+        rc = fail(err, K3_EMODEL, "%s: not valid JSON: %s; download the file again", CONFIG_FILE, lie);
         goto done;
     }
     if (!json_object_is_type(root, json_type_object) ||

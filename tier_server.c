@@ -26,6 +26,7 @@
 #include "gpu_tier.h"
 #include "cli/place.h"
 #include "k3_machine.h"
+#include "k3_line.h"
 #include "tier_dial.h"
 #include "tier_tls.h"
 #include "slice.h"
@@ -49,15 +50,11 @@ enum { DONE = 0, FAIL_IO = 1, FAIL_USAGE = 2, FAIL_MODEL = 3, FAIL_BUDGET = 4 };
 
 static bool is_quiet;
 
-/* One line on stderr. Names of files and what others said may be in it, so nothing in it can move a
- * terminal's cursor: control characters become '?'. */
+/* One line on stderr. Names of files and what others said may be in it: it is defused. */
 static void line_out(const char *before, const char *fmt, va_list ap) {
     char text[1600];
     vsnprintf(text, sizeof text, fmt, ap);
-    for (char *c = text; *c; c++) {
-        bool is_c1 = *c == '\xc2' && (c[1] & 0xe0) == 0x80; /* U+0080.. in UTF-8 */
-        if ((unsigned char)*c < 0x20 || *c == 0x7f || is_c1) *c = '?';
-    }
+    one_line(text);
     fprintf(stderr, "k3-tier: %s%s\n", before, text);
 }
 

@@ -189,14 +189,8 @@ static json_object *json_parse_ascii(const char *p, size_t n, int depth, size_t 
         e = json_tokener_error_parse_unexpected;
     }
     json_tokener_free(k);
-    if (e == json_tokener_success && json_has_key_twice(p, n, o)) {
-        *why = "an object has a key twice";
-        e = json_tokener_error_parse_unexpected;
-    }
-    if (e == json_tokener_success) {
-        *why = NULL;
-        return o; /* NULL is the JSON null */
-    }
+    if (e == json_tokener_success) *why = json_fault(p, n, o);
+    if (!*why) return o; /* NULL is the JSON null */
     json_object_put(o);
     return NULL;
 }

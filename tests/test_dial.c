@@ -13,10 +13,11 @@
 #include <openssl/x509v3.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/time.h>
 #include <time.h>
 
-enum { STREAM = 3 << 20, FEW = 15000, WAIT_MS = 3000, MANY = 8 };
+enum { STREAM = 3 << 20, FEW = 15000, WAIT_MS = 3000, MANY = 8, UPDATES = 100 };
 
 static char dir[64], cert[96], key[96];
 static tier_trust trust, server_trust;
@@ -256,6 +257,49 @@ static void test_gone(bool is_tls) {
     far_stop(&e);
 }
 
+/* One key update after another, then a byte: the thread of a server that says nothing else. */
+static void *updates_main(void *arg) {
+    far_end *e = arg;
+    uint8_t byte;
+    int fd = accept(e->ear, NULL, NULL);
+    tier_tls_conn *c = tier_tls_accept(tls, fd);
+    for (int i = 0; i < 2 * WAIT_MS && tier_tls_recv(c, &byte, 1) == 0; i++) usleep(500);
+    for (int i = 0; i < UPDATES; i++) {
+        SSL_key_update(c->ssl, SSL_KEY_UPDATE_NOT_REQUESTED);
+        SSL_do_handshake(c->ssl);
+    }
+    tier_tls_send(c, &byte, 1);
+    for (int i = 0; i < 2 * WAIT_MS && tier_tls_recv(c, &byte, 1) == 0; i++) usleep(500);
+    tier_tls_end(c);
+    close(fd);
+    return NULL;
+}
+
+/* A call takes one record, also one without data: or who sends them without end keeps it for ever. */
+static void test_updates(void) {
+    far_end e = {.is_short = false};
+    tier_link l;
+    uint8_t byte = 7;
+    int n_calls = 0, n_here = 0, n_before = -1;
+    far_start(&e, true, 0);
+    pthread_join(e.thread, NULL);
+    pthread_create(&e.thread, NULL, updates_main, &e);
+    tier_addr a = address(&e);
+    if (CHECK_EQ_INT(tier_dial(&l, &a, &trust, WAIT_MS, NULL, NULL), 0)) {
+        CHECK_EQ_INT(l.by->send(&l, &byte, 1), 1);
+        for (int i = 0; i < 50 && (n_here == 0 || n_here > n_before); i++) { /* until no more comes */
+            n_before = n_here;
+            usleep(100000);
+            CHECK(ioctl(l.fd, FIONREAD, &n_here) == 0);
+        }
+        for (; l.by->recv(&l, &byte, 1) == 0 && n_calls < 5000; n_calls++)
+            if (n_calls > UPDATES) usleep(1000);
+        CHECK(n_calls >= UPDATES && n_calls < 5000);
+        l.by->close(&l);
+    }
+    far_stop(&e);
+}
+
 /* ---- Dials that come to nothing ---- */
 
 static bool stops_after(void *user) { return clock_ms() > *(uint64_t *)user; }
@@ -320,6 +364,7 @@ int main(void) {
         before = count_fds();
         test_many(true);
         test_gone(true);
+        test_updates();
         test_stop();
         test_distrust();
     } else {

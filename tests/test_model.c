@@ -794,7 +794,14 @@ static void test_config_text(void) {
         box_text("config.json", twice[i]);
         REFUSE(twice[i], K3_EMODEL, "config.json: not valid JSON: an object has a key twice");
     }
-    box_text("config.json", "{\"a:\\\":\":[{\"a\":\"b:c\"},{\"a\":{}}]}");
+    /* what only json-c reads, and what hides a key that is there twice */
+    static const char *const odd[] = {"{'\"':1,'c\"':2,\"a\":1,\"a\":2}", "{/*\"*/\"a\":1,/*\"*/\"a\":2}",
+                                      "{\"a\":1 // \"\n}"};
+    for (size_t i = 0; i < sizeof odd / sizeof *odd; i++) {
+        box_text("config.json", odd[i]);
+        REFUSE(odd[i], K3_EMODEL, "config.json: not valid JSON: a comment or a single quote");
+    }
+    box_text("config.json", "{\"a:\\\":\":[{\"a\":\"b:c'/\"},{\"a\":{}}]}");
     REFUSE("no key twice", K3_EMODEL, "is missing");
     box_text("config.json", "");
     REFUSE("empty config", K3_EMODEL, "config.json: empty");
@@ -1091,6 +1098,13 @@ static void test_header_twice(void) {
              data_bytes(2), data_bytes(2) + 384);
     header_mutate(2, "model.norm.weight", NULL, entry);
     REFUSE2("a tensor twice in one shard", K3_EMODEL, "model.norm.weight is twice in", S3);
+    box_fresh();
+    static const char *const field[] = {"\"dtype\":\"U8\"", "\"shape\":[1]", "\"data_offsets\":[0,0]"};
+    for (size_t i = 0; i < sizeof field / sizeof *field; i++) { /* json-c writes no key twice */
+        snprintf(entry, sizeof entry, "{\"x\":{%s,\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", field[i]);
+        shard_write(0, entry, false, 0);
+        REFUSE2(field[i], K3_EMODEL, "has dtype, shape or data_offsets twice", S1);
+    }
 }
 
 /* What a header may hold besides. */
@@ -1110,6 +1124,9 @@ static void test_header_accepted(void) {
     header_mutate(0, "evil\n\x1b[31mname", NULL, entry);
     ACCEPT("an unknown tensor with control characters");
     CHECK(strlen(notes) > 0 && is_one_line(strtok(notes, "\n")) && strtok(NULL, "\n") == NULL);
+    header_mutate(0, "\xc2\x9b" "31m \x9b" "2J \xe0\x82\x9b \xc3\xa4\xe2\x82\xac\xf0\x9f\x98\x80 \xc3", NULL, entry);
+    ACCEPT("an unknown tensor with control characters of eight bits");
+    CHECK(strstr(notes, " ??31m ?2J ??? \xc3\xa4\xe2\x82\xac\xf0\x9f\x98\x80 ? ") != NULL);
     header_mutate(0, "vision_tower.patch_embed.proj.weight", NULL, entry);
     ACCEPT("a vision tensor");
     CHECK_EQ_STR(notes, "");
@@ -1374,6 +1391,7 @@ static void test_index_text(void) {
         "{\"weight_map\":{\"a\":\"x.safetensors\"", "{\"weight_map\":{\"a\":\"x.safetensors\"}",
         "{\"weight_map\":{\"a\":\"x.safetensors\",}}", "{\"weight_map\":{a:\"x\"}}", "{\"metadata\":{\"a\":\"",
         "{\"metadata\":[[[[", "{\"weight_map\":{\"a\":\"x\\", "{1:2}", "{\"weight_map\" {}}",
+        "{\"weight_map\":{},\"weight_map\":{}}", "{\"weight_map\":{},\"weight_map\":3}",
         "version https://git-lfs.github.com/spec/v1"};
     static const char *const outside[] = {"../x.safetensors", "/etc/passwd", "a/b.safetensors"};
     box_fresh();
