@@ -45,7 +45,7 @@ wrong k3.c MLA_BLOCK 512 k3.c mla_block_is_that_of_numerics_3
 wrong k3.c CHUNK_SHORT 1024 k3.c a_planned_chunk_fits_a_request
 wrong k3.c RADIX_BITS 10 k3.c digits_cover_a_key
 wrong k3.c SAMPLE_BINS 131072u k3.c a_bin_fits_its_number
-wrong k3.c IO_ALIGN 512u k3.c io_align_is_a_block
+wrong k3_disk.h IO_ALIGN 512u k3_disk.c io_align_is_a_block
 wrong kernels.h K3_GROUP 64 k3_model.c mxfp4_group_is_a_packed_group
 wrong kernels.h K3_KERNEL_ROWS 9 experts.c row_tile_is_whole_kernel_rows
 wrong k3.h K3_MAX_COPIES 9 k3.c copies_fit_a_byte_of_bits
