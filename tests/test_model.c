@@ -47,6 +47,8 @@ static ssize_t disk_read(int fd, void *to, size_t n, off_t at) {
 #define pread(fd, to, n, at)   disk_read(fd, to, n, at)
 #include "../k3.c"
 
+#include "../k3_disk.c"
+
 #include "../k3_model.c"
 #undef malloc
 #undef calloc
