@@ -136,6 +136,7 @@ static void attack_empty(size_t n) {
     attack_server(&empty, n, -1, false);
     must(empty.has_model || empty.st.n_slots == 0, "memory without a model");
     memory_close(&empty);
+    pool_close(empty.pool);
 }
 
 static void on_settled(void *user, uint32_t ie, int by) {
