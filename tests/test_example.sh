@@ -16,7 +16,7 @@ EOF
     sed -n '/^ \*     k3_options o;/,/^ \*     k3_session_free/s/^ \*//p' k3.h
     echo 'printf("%u", next); free(logits); return 0; }'
 } >"$dir/example.c"
-if $CC -std=c99 -Wall -I. -o "$dir/example" "$dir/example.c" "$BUILD/libk3.a" ${K3_LIBS:--lcurl -luring -ljson-c -lzstd -lcrypto -lpthread -lm} &&
+if $CC -std=c99 -Wall -I. -o "$dir/example" "$dir/example.c" "$BUILD/libk3.a" ${K3_LIBS:--lcurl -luring -ljson-c -lzstd -lssl -lcrypto -lpthread -lm} &&
     [ "$("$dir/example")" = 1379 ]; then # " Paris" of demo/golden.json
     echo "example: 1 passed, 0 failed, 0 skipped"
 else
