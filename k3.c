@@ -83,9 +83,8 @@ const char *k3_status_name(int status) {
                                        "check failed",
                                        "context full",
                                        "cancelled",
-                                       "numeric error",
-                                       "a far box lied"};
-    STATIC_ASSERT(every_status_has_a_name, sizeof name / sizeof *name == -K3_EREDO + 1);
+                                       "numeric error"};
+    STATIC_ASSERT(every_status_has_a_name, sizeof name / sizeof *name == -K3_ENUMERIC + 1);
     int i = status >= 0 ? 0 : -status;
     return i < (int)(sizeof name / sizeof *name) ? name[i] : "unknown status";
 }
@@ -2042,12 +2041,6 @@ typedef struct {
     k3_error *err;
 } step;
 
-/* What far boxes answered and nobody compared; with no layers the rest means nothing. */
-typedef struct {
-    uint64_t n_layers, from; /* how many, of positions from here on                     */
-    uint64_t lies_seen;      /* of the engine's far_lies, those that were no matter here */
-} far_doubt;
-
 struct k3_session {
     k3_engine *e;
     uint64_t pos, context;
@@ -2057,7 +2050,7 @@ struct k3_session {
     void *block;
     uint64_t block_bytes;
     bool is_broken;
-    far_doubt doubt;
+    bool is_unverified; /* far boxes gave sums that nobody compared: since reset, or in the loaded state */
     k3_trace_fn trace;
     void *trace_user;
     k3_route_fn route;
@@ -2890,10 +2883,11 @@ static int64_t *far_sums(const k3_engine *e, uint32_t i_box) {
 
 #define FAR_MOST_NS 10000000000ull /* no box is waited for longer, whatever the disk costs */
 
-/* Is this layer one that is computed here as well? Nobody can know before, whatever he has seen so far:
- * the dice are the system's. Without them every layer is. */
+/* Is this layer one that is computed here as well? The numbers come from the system's random source, so that
+ * no box can foretell them. Without that source, and once a box was caught lying, every layer is. */
 static bool far_draw(k3_engine *e) {
     if (!e->far_sums) return false;
+    if (e->stats.far_lies > 0) return true;
     if (e->n_far_dice == 0 &&
         getrandom(e->far_dice, sizeof e->far_dice, 0) != (ssize_t)sizeof e->far_dice)
         return true;
@@ -2985,15 +2979,13 @@ static void far_compare(step *st) {
     st->e->stats.far_lies++;
 }
 
-/* K3_EREDO when a box that this session believed, in layers that nobody compared, has been caught since. */
-static int far_trust(k3_session *s, k3_error *err) {
-    uint64_t n_lies = s->e->stats.far_lies;
-    if (s->doubt.n_layers == 0) s->doubt.lies_seen = n_lies;
-    if (s->doubt.lies_seen == n_lies) return 0;
-    return fail(err, K3_EREDO,
-                "a far box gives wrong expert sums and is not asked again; %llu layers before had "
-                "answers that were not compared: begin again",
-                (unsigned long long)s->doubt.n_layers);
+/* K3_ECHECK when a box was caught lying and this session used answers that nobody compared. */
+static int far_trust(const k3_session *s, k3_error *err) {
+    if (!s->is_unverified || s->e->stats.far_lies == 0) return 0;
+    return fail(err, K3_ECHECK,
+                "a far box gives wrong expert sums and is not asked again; earlier layers used answers "
+                "that were not compared, so text and state may be wrong: begin again, without that box "
+                "or comparing every answer");
 }
 
 /* All is in Q but what boxes answered. Box after box: what Q must become with its sums is known, now
@@ -3014,12 +3006,10 @@ static void far_audit(step *st) {
     for (size_t i = 0; i < st->T * st->e->sh.latent; i++) said[i] += b->moe.Q[i];
 }
 
-/* Q is our own: right. Boxes that said otherwise are done with. When nobody compared what boxes
- * said in an earlier layer of this session, that may have been wrong too, and with it the state, the
- * rows that were handed out and the ids drawn from them: only beginning again, from before the first
- * such answer, makes it right. */
+/* All sums of an audited layer are computed here, so this layer is right: ban boxes that said otherwise. An
+ * earlier layer of an unverified session may have used wrong answers, which nothing can mend afterwards. */
 static int far_judge(step *st, uint32_t il) {
-    if (st->is_unseen && st->s->doubt.n_layers++ == 0) st->s->doubt.from = st->pos;
+    st->s->is_unverified = st->s->is_unverified || st->is_unseen;
     far_compare(st);
     int rc = far_trust(st->s, st->err);
     return rc < 0
@@ -3743,23 +3733,13 @@ void k3_state_layer(const k3_session *s, uint32_t il, uint64_t n_pos, k3_state_a
     out->n_bytes = layer_floats(sh, il, n_pos) * sizeof(float);
 }
 
-int k3_state_resume(k3_session *s, uint64_t n_pos, uint64_t n_doubtful, const char *name,
-                    k3_error *err) {
-    pthread_mutex_lock(&s->e->step);
-    bool has_lied = s->e->stats.far_lies > 0;
-    pthread_mutex_unlock(&s->e->step);
-    if (n_doubtful > 0 && has_lied)
-        return fail(err, K3_ECHECK,
-                    "%s: made with answers of far boxes that nobody compared, and a box was caught "
-                    "giving wrong ones: make it again",
-                    name);
+void k3_state_resume(k3_session *s, uint64_t n_pos, bool is_unverified) {
     s->pos = n_pos;
-    s->doubt = (far_doubt){.n_layers = n_doubtful};
+    s->is_unverified = is_unverified;
     s->is_broken = false;
-    return 0;
 }
 
-uint64_t k3_state_doubtful(const k3_session *s) { return s->doubt.n_layers; }
+bool k3_state_is_unverified(const k3_session *s) { return s->is_unverified; }
 bool k3_state_has_audits(const k3_engine *e) { return e->opt.tier_audit > 0; }
 
 void *k3_state_begin(k3_engine *e, uint64_t *room) {
@@ -3885,7 +3865,7 @@ uint64_t k3_state_stamp(const k3_engine *e) {
 struct k3_snapshot {
     k3_engine *e;
     uint64_t pos, ids_hash;
-    far_doubt doubt;
+    bool is_unverified;
     uint8_t *block; /* the KDA layers' arrays, one after the other */
     uint64_t block_bytes;
 };
@@ -3911,7 +3891,7 @@ int k3_session_snapshot(k3_session *s, k3_snapshot **out, k3_error *err) {
     if (!snap) return fail(err, K3_ENOMEM, "snapshot: out of memory");
     snap->e = e;
     snap->pos = s->pos;
-    snap->doubt = s->doubt;
+    snap->is_unverified = s->is_unverified;
     snap->ids_hash = XXH3_64bits(s->ids, (size_t)s->pos * sizeof *s->ids);
     snap->block_bytes = e->sh.state_bytes;
     snap->block = ledger_take(&e->mem, snap->block_bytes, "snapshot", err);
@@ -3932,14 +3912,8 @@ int k3_session_restore(k3_session *s, const k3_snapshot *snap, k3_error *err) {
                     "snapshot: its %llu ids are not the first of this session's %llu",
                     (unsigned long long)snap->pos, (unsigned long long)s->pos);
     snapshot_copy(s, snap->block, true);
-    /* Latent rows may have been written again since, with answers that are still in doubt. */
-    const far_doubt *was = &snap->doubt;
-    if (s->doubt.n_layers == 0 || s->doubt.from >= snap->pos) {
-        s->doubt = *was;
-    } else if (was->n_layers > 0) {
-        if (was->from < s->doubt.from) s->doubt.from = was->from;
-        if (was->lies_seen < s->doubt.lies_seen) s->doubt.lies_seen = was->lies_seen;
-    }
+    /* Latent rows before snap->pos may have been written again since, so both count. */
+    s->is_unverified = s->is_unverified || snap->is_unverified;
     s->pos = snap->pos;
     s->is_broken = false;
     return 0;
@@ -4017,7 +3991,7 @@ void k3_session_reset(k3_session *s) {
          il++) /* cache rows are written before they are read */
         if (!s->e->sh.is_mla[il]) memset(s->state[il], 0, layer_state_bytes(&s->e->sh, il, 0));
     s->pos = 0;
-    s->doubt = (far_doubt){0};
+    s->is_unverified = false;
     s->is_broken = false;
 }
 
@@ -4059,8 +4033,7 @@ int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, 
         memmove(s->ids + s->pos, ids + at, st.T * sizeof *ids); /* may be the session's own */
         s->pos += st.T;
     }
-    if (rc < 0 && rc != K3_EREDO && far_trust(s, err) < 0)
-        rc = K3_EREDO; /* a lie was caught, then something else failed */
+    if (rc < 0 && far_trust(s, err) < 0) rc = K3_ECHECK; /* a lie was caught, then something else failed */
     if (rc < 0) {
         s->is_broken = true;
         stream_reset(e);

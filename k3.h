@@ -50,8 +50,7 @@ typedef enum {
     K3_ECHECK = -6,   /* a hash or check did not match                        exit 5 */
     K3_EFULL = -7,    /* the context is full                                  exit 1 */
     K3_ECANCEL = -8,  /* the caller's progress function asked to stop       exit 130 */
-    K3_ENUMERIC = -9, /* NaN, infinity or overflow; names layer and stage    exit 1 */
-    K3_EREDO = -10    /* a far box lied, and was believed before: begin again exit 5 */
+    K3_ENUMERIC = -9  /* NaN, infinity or overflow; names layer and stage    exit 1 */
 } k3_status;
 
 /* One line, noun, place, cause; empty when there was no error. */
@@ -125,10 +124,10 @@ typedef struct {
     uint32_t tier_wait_us; /* wait at least so long; 0: no longer than it would take here  */
     bool tier_hedge;       /* a box that is late: ask a second one as well                 */
     /* Compute the answers of one layer in so many here as well; 0: none. A box that lied is never
-     * asked again. With 1 no answer is used unseen. With more, what it was believed before may be
-     * wrong: the step then fails with K3_EREDO unless nothing was. Reset, restore or load the
-     * session, to a state from before far boxes were asked, and feed the same ids again: now right.
-     * Such a session is not kept in a k3_cache: a lie that is found later would stay. */
+     * asked again. With 1 no answer is used before it was compared. With more, sessions that used
+     * answers which nobody compared are unverified: once a lie is caught their next step fails with
+     * K3_ECHECK, from then on every layer is compared, and a session that is reset comes out right.
+     * With audits an unverified session is neither saved nor kept in a k3_cache. */
     uint32_t tier_audit;
 
     bool is_timed;         /* keep k3_stats.part_ns: two looks at the clock for each piece of work */
@@ -236,7 +235,7 @@ typedef enum { K3_ROWS_NONE, K3_ROWS_LAST, K3_ROWS_ALL } k3_rows;
  *         logits: f32[vocab_size] for K3_ROWS_LAST, f32[n][vocab_size] for
  *         K3_ROWS_ALL, ignored for K3_ROWS_NONE
  * Errors  K3_EUSAGE (n is 0, an id out of range: nothing was run); K3_EFULL (nothing
- *         was run); K3_EIO, K3_EMODEL, K3_ENUMERIC, K3_EREDO, K3_ECANCEL end the session until it is reset,
+ *         was run); K3_EIO, K3_EMODEL, K3_ENUMERIC, K3_ECHECK, K3_ECANCEL end the session until it is reset,
  *         restored or loaded */
 int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, float *logits,
                     k3_error *err);

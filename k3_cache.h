@@ -41,8 +41,8 @@ typedef struct {
  * fsync of the directory. `app`: bytes of the caller's (turn boundaries, sampler), at most
  * K3_STATE_APP_MAX, kept in a section of their own. `info` may be NULL. Takes no memory that the
  * plan does not count.
- * Errors  K3_EUSAGE (the session ended with an error; n_app too large), K3_EIO; what was at
- *         `path` is then still there */
+ * Errors  K3_EUSAGE (the session ended with an error; n_app too large), K3_ECHECK (it is unverified, and
+ *         this engine has audits: k3_options.tier_audit), K3_EIO; what was at `path` is then still there */
 #define K3_STATE_APP_MAX (1u << 20)
 int k3_session_save(k3_session *s, const char *path, const void *app, size_t n_app,
                     k3_state_info *info, k3_error *err);
@@ -55,8 +55,8 @@ int k3_state_can_save(const char *path, const k3_shape *shape, uint64_t n_pos, k
 /* Put the session where the saved one was. `app`, `n_app` and `info` may be NULL; else *app is
  * the caller's to free(), and NULL when there is none. After an error the session is as new.
  * Errors  K3_ECHECK: no state file, damaged, or of another version, numerics id or model; the
- *         text says what differs; or made with far boxes' answers that nobody compared, and this
- *         engine has caught a box that lies. K3_EFULL: more positions than the context. K3_EIO, K3_ENOMEM */
+ *         text says what differs; or it is unverified (made with far boxes' answers that nobody compared),
+ *         and this engine has audits. K3_EFULL: more positions than the context. K3_EIO, K3_ENOMEM */
 int k3_session_load(k3_session *s, const char *path, void **app, size_t *n_app, k3_state_info *info,
                     k3_error *err);
 
@@ -92,8 +92,8 @@ int64_t k3_cache_restore(k3_cache *c, k3_session *s, const uint32_t *ids, size_t
 
 /* Keep the session's present state. 0 also when it is there already, when another process is
  * writing it, when there is nothing to keep or when it could never fit.
- * With k3_options.tier_audit nothing is kept of a session in which far boxes were believed, and
- * no entry of such a one is taken; one without doubt takes the place of one with.
+ * With k3_options.tier_audit no unverified session is kept and no unverified entry is taken. A verified
+ * state replaces an unverified one.
  * Errors  K3_EUSAGE (the session ended with an error), K3_EIO: the session is unharmed */
 int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err);
 
@@ -107,7 +107,7 @@ typedef struct {
     char numerics[32];
     k3_fingerprints print;
     uint64_t n_pos, file_bytes, raw_bytes, n_app;
-    uint64_t n_doubtful; /* layers in which far boxes were believed and nobody compared */
+    bool is_unverified; /* far boxes gave expert sums for it that nobody compared */
     uint64_t used_s; /* last use: the file's modification time, Unix seconds */
 } k3_state_head;
 

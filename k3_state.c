@@ -25,7 +25,7 @@
  *   124   4  u32 KDA head size                  20  16  u32[4] bytes of each plane as stored;
  *   128   4  u32 floats of a latent row                 n / planes: as it is, less: zstd
  *   132   4  f32 eps of the lora norms          36   4  0
- *   136   8  u64 layers in doubt                40   8  u64 XXH3-64 of what is stored, seeded
+ *   136   8  u64 unverified                     40   8  u64 XXH3-64 of what is stored, seeded
  *   144   8  u64 positions                              with XXH3-64 of bytes [0, 40)
  *   152   4  u32 sections, at most 32           48       the planes as stored, lowest byte first
  *   156  84  0
@@ -46,7 +46,8 @@
  *                       [c | k_pe], padded to groups of 32 with zeros, in each group first the even
  *                       elements, then the odd ones.
  *
- * Layers in doubt: those for which a far box's sums were taken and compared by nobody.
+ * Unverified: not 0 when sums of far boxes that nobody compared went into the state (a count of layers in
+ * files of earlier versions).
  * Stamp: XXH3-64 over name, size and time of the last change (ctime) of the model's files as this machine
  * has them; it says that nobody touched them since, where there are no sums to tell.
  * Key: XXH3-128 of numerics id (32 bytes), sampled fingerprint (u64), the fingerprint by sums or, when
@@ -216,7 +217,7 @@ typedef struct {
     char numerics[32];
     k3_fingerprints print;
     uint64_t stamp, n_pos, n_app, n_pieces, file_bytes, raw_bytes;
-    uint64_t key[2], n_doubtful;
+    uint64_t key[2], n_unverified;
     uint32_t vocab_size, n_layers, kda_heads, kda_dim, kv_row;
     float eps_lora;
     section section[MAX_ENTRIES];
@@ -251,7 +252,7 @@ static void head_fields(head *h, head_field wide[N_WIDE], head_field narrow[N_NA
     const head_field w[] = {
         {48, 48, &h->print.sampled}, {56, 0, &h->print.by_sums}, {64, 0, &h->stamp},
         {72, 72, &h->n_pieces},      {80, 80, &h->file_bytes},   {88, 88, &h->raw_bytes},
-        {96, 96, &h->key[0]},        {104, 104, &h->key[1]},     {136, 136, &h->n_doubtful},
+        {96, 96, &h->key[0]},        {104, 104, &h->key[1]},     {136, 136, &h->n_unverified},
         {144, 56, &h->n_pos},        {0, 64, &h->n_app}};
     const head_field n[] = {{112, 112, &h->vocab_size}, {116, 116, &h->n_layers},
                             {120, 120, &h->kda_heads},  {124, 124, &h->kda_dim},
@@ -819,7 +820,7 @@ static int state_write(k3_session *s, int fd, const char *name, const void *app,
     const source from = {s, n_ids, n_app, (uint8_t *)app}; /* read only */
     h->n_pos = n_ids;
     h->n_app = n_app;
-    h->n_doubtful = k3_state_doubtful(s);
+    h->n_unverified = k3_state_is_unverified(s);
     int rc = key_of(h, ids, n_ids, h->key, err);
     if (rc < 0) return rc;
     if (ftruncate(fd, 0) != 0)
@@ -950,7 +951,7 @@ static int state_take(k3_session *s, int fd, const char *path, const head *h, vo
     if (app && h->n_app && !(*app = malloc((size_t)h->n_app)))
         return fail(err, K3_ENOMEM, "%s: out of memory", path);
     rc = state_read(s, fd, path, h, app ? *app : NULL, err);
-    if (rc == 0) rc = k3_state_resume(s, h->n_pos, h->n_doubtful, path, err);
+    if (rc == 0) k3_state_resume(s, h->n_pos, h->n_unverified > 0);
     if (rc == 0) state_note_unknown(k3_state_engine(s), h, &own, path);
     return rc;
 }
@@ -1010,6 +1011,10 @@ static int session_check(const k3_session *s, k3_error *err) {
         return fail(err, K3_EUSAGE, "this session ended with an error: it has no state to save");
     if (k3_session_pos(s) == 0)
         return fail(err, K3_EUSAGE, "this session is empty: there is no state to save");
+    if (k3_state_is_unverified(s) && k3_state_has_audits(k3_state_engine(s)))
+        return fail(err, K3_ECHECK,
+                    "far boxes gave expert sums for this session that nobody compared: with audits of only "
+                    "some answers no state of it is saved");
     return 0;
 }
 
@@ -1193,7 +1198,7 @@ int k3_state_check(const char *path, bool all, k3_state_head *out, k3_error *err
     out->file_bytes = h.file_bytes;
     out->raw_bytes = h.raw_bytes;
     out->n_app = h.n_app;
-    out->n_doubtful = h.n_doubtful;
+    out->is_unverified = h.n_unverified > 0;
     out->used_s = (uint64_t)st.st_mtime;
     uint8_t *room = all ? malloc(WORKER_BYTES + PIECE_BYTES) : NULL;
     if (all)
@@ -1479,14 +1484,14 @@ static int cache_match(const k3_cache *c, entry_list *l, const uint32_t *ids, si
     return 0;
 }
 
-/* Layers of an entry that are in doubt; an entry that cannot be read has none. */
-static uint64_t cache_doubtful(const char *path) {
+/* Is this an entry that can be read, and unverified? */
+static bool cache_is_unverified(const char *path) {
     struct stat st;
-    head h = {.n_doubtful = 0};
+    head h = {.n_unverified = 0};
     int fd = state_open(path, &h, &st, NULL);
-    if (fd < 0) return 0;
+    if (fd < 0) return false;
     close(fd);
-    return h.n_doubtful;
+    return h.n_unverified > 0;
 }
 
 /* An entry that nobody else can have written. Its directory is this user's (k3_cache_open); it may not
@@ -1500,13 +1505,11 @@ static bool entry_is_ours(const char *path, k3_error *err) {
     return !fault;
 }
 
-/* Who compares what boxes answer does not go on from answers that nobody compared. */
+/* An engine with audits does not go on from an unverified state. */
 static int cache_is_fit(const k3_cache *c, const char *path, k3_error *err) {
     if (!entry_is_ours(path, err)) return K3_EIO;
-    uint64_t n = k3_state_has_audits(c->e) ? cache_doubtful(path) : 0;
-    if (n == 0) return 0;
-    return fail(err, K3_EREDO, "%s: far boxes answered in %llu layers and nobody compared", path,
-                (unsigned long long)n);
+    if (!k3_state_has_audits(c->e) || !cache_is_unverified(path)) return 0;
+    return fail(err, K3_EUSAGE, "%s: far boxes gave expert sums for it that nobody compared", path);
 }
 
 /* One entry into the session. 0: it is there; else what it was no good for. */
@@ -1584,16 +1587,17 @@ int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err) {
     const uint32_t *ids = k3_session_ids(s, &n);
     const k3_shape *sh = k3_engine_shape(c->e);
     bool is_kept = false;
-    bool is_doubtful = k3_state_doubtful(s) > 0;
-    if ((n == 0 || (is_doubtful && k3_state_has_audits(c->e))) && !k3_state_is_broken(s)) return 0;
+    bool is_unverified = k3_state_is_unverified(s);
+    if ((n == 0 || (is_unverified && k3_state_has_audits(c->e))) && !k3_state_is_broken(s)) return 0;
     int rc = session_check(s, err);
     if (rc == 0 && !cache_is_sure(c)) return 0;
     if (rc == 0) rc = key_of(&c->own, ids, n, key, err);
     if (rc < 0) return rc;
     if (entry_path(path, c->dir, n, key, "") < 0 || entry_path(temp, c->dir, n, key, ".tmp") < 0)
         return fail(err, K3_EUSAGE, "cache %.200s...: the name is too long", c->dir);
-    if (entry_is_ours(path, NULL) && utimensat(AT_FDCWD, path, NULL, 0) == 0 && (is_doubtful || cache_doubtful(path) == 0))
-        return 0; /* there, and used now; one in doubt makes room for one that is not */
+    if (entry_is_ours(path, NULL) && utimensat(AT_FDCWD, path, NULL, 0) == 0 &&
+        (is_unverified || !cache_is_unverified(path)))
+        return 0; /* there, and used now; a verified state replaces an unverified one */
     uint64_t raw = sh->state_bytes + n * sh->pos_bytes;
     if (raw / 2 > c->max_bytes) { /* half of it is mantissas, which do not shrink */
         cache_note_size(c, raw);

@@ -22,15 +22,13 @@ void k3_state_layer(const k3_session *s, uint32_t il, uint64_t n_pos, k3_state_a
 k3_engine *k3_state_engine(const k3_session *s);
 bool k3_state_is_broken(const k3_session *s);
 
-/* In how many layers far boxes were believed and nobody compared; does this engine compare any? */
-uint64_t k3_state_doubtful(const k3_session *s);
+/* Did far boxes give sums for it that nobody compared? Does this engine compare any? */
+bool k3_state_is_unverified(const k3_session *s);
 bool k3_state_has_audits(const k3_engine *e);
 uint32_t *k3_state_ids(k3_session *s); /* u32[context] */
 
-/* The arrays and ids were filled for n_pos positions from the file `name`: go on from there.
- * K3_ECHECK: n_doubtful layers are in doubt, and this engine has caught a box that lies. */
-int k3_state_resume(k3_session *s, uint64_t n_pos, uint64_t n_doubtful, const char *name,
-                    k3_error *err);
+/* The arrays and ids were filled for n_pos positions: go on from there. */
+void k3_state_resume(k3_session *s, uint64_t n_pos, bool is_unverified);
 
 /* No step runs from begin to end, and `*room` bytes of its scratch (at least K3_STATE_ROOM,
  * page-aligned) are the caller's. */

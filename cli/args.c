@@ -280,10 +280,9 @@ static const option_row OPTION[] = {
     {"--tier-audit", "1/N", KIND_PART, AT(engine.tier_audit), RUN | CHAT | BENCH, G_TIER, NULL, 1,
      1u << 30,
      "compute one layer in N here as well; a box whose sums differ is never\n"
-     "asked again. With 1/1 no answer is used unseen. Else the answer begins\n"
-     "again without the box: what it ends with is right, and if text that is\n"
-     "already out turns out wrong the run stops with exit 5. --cache then\n"
-     "keeps nothing that boxes had a part in"},
+     "asked again. With 1/1 no answer is used unseen. Else a lie ends the run\n"
+     "with exit 5, unless nothing unseen was used before, and --save and\n"
+     "--cache keep nothing that boxes had a part in"},
 };
 
 /* `given` has a place for each row. */

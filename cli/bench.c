@@ -131,23 +131,23 @@ static int bench_open(bench_state *b) {
     return rc == DONE ? timeline_open(&b->line, b->e, a) : rc;
 }
 
-/* One prompt, once; the two times go to *in_s and *out_s. A k3_status. */
-static int bench_try(bench_state *b, const id_list *prompt, double *in_s, double *out_s,
-                     k3_error *err) {
+/* One prompt, once; the two times go to *in_s and *out_s. */
+static int bench_once(bench_state *b, const id_list *prompt, double *in_s, double *out_s) {
     timeline *line = &b->line;
+    k3_error err = {{0}};
     k3_session_reset(line->s);
     console_answer(&b->con, 0, 0);
     line->ids_fnv = line->logits_fnv = K3_FNV_BASIS;
     k3_stats before, between, after;
     k3_session_stats(line->s, &before);
     uint64_t start = clock_ns();
-    int status = timeline_feed(line, prompt->id, prompt->n, err);
+    int status = timeline_feed(line, prompt->id, prompt->n, &err);
     uint64_t middle = clock_ns();
     k3_session_stats(line->s, &between);
     for (uint64_t i = 0; i < b->a->tokens && status >= 0; i++) {
         uint32_t id = timeline_draw(line);
         console_answer(&b->con, i + 1, b->a->tokens);
-        if (i + 1 < b->a->tokens) status = timeline_feed(line, &id, 1, err);
+        if (i + 1 < b->a->tokens) status = timeline_feed(line, &id, 1, &err);
     }
     k3_session_stats(line->s, &after);
     where_add(&b->where.prompt, &before, &between);
@@ -155,15 +155,6 @@ static int bench_try(bench_state *b, const id_list *prompt, double *in_s, double
     *in_s = (double)(middle - start) * 1e-9;
     *out_s = (double)(clock_ns() - middle) * 1e-9;
     console_clear(&b->con);
-    return status;
-}
-
-/* Again, and timed anew, when a far box is found to lie. */
-static int bench_once(bench_state *b, const id_list *prompt, double *in_s, double *out_s) {
-    k3_error err = {{0}};
-    int status;
-    while ((status = bench_try(b, prompt, in_s, out_s, &err)) == K3_EREDO)
-        if (!b->a->quiet) say("note: %s", err.text);
     return status < 0 ? fail_status(status, &err) : DONE;
 }
 

@@ -37,7 +37,7 @@ static int cache_visit(void *user, const char *path, const k3_state_head *head, 
         printf("%10llu positions %12s  %s  model %016llx  %s%s\n", (unsigned long long)head->n_pos,
                fmt_bytes(size, head->file_bytes), used, (unsigned long long)head->print.sampled,
                slash ? slash + 1 : path,
-               head->n_doubtful > 0 ? "  with far answers that nobody compared" : "");
+               head->is_unverified ? "  with far answers that nobody compared" : "");
     }
     return 0;
 }

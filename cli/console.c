@@ -19,8 +19,7 @@ int exit_code(int status) {
     case K3_EUSAGE: return FAIL_USAGE;
     case K3_EMODEL: return FAIL_MODEL;
     case K3_EBUDGET: return FAIL_BUDGET;
-    case K3_ECHECK:
-    case K3_EREDO: return FAIL_CHECK;
+    case K3_ECHECK: return FAIL_CHECK;
     case K3_ECANCEL: return INTERRUPTED; /* only a signal cancels here */
     default: return status < 0 ? FAIL_IO : DONE;
     }

@@ -111,6 +111,12 @@ int prompt_check(const cli_args *a, const char *command) {
     return DONE;
 }
 
+int audit_check_save(const cli_args *a) {
+    if (!a->save || a->engine.tier_audit <= 1) return DONE;
+    return fail(FAIL_USAGE,
+                "--save needs every answer of far boxes compared, or none: --tier-audit 1/1, or leave it out");
+}
+
 /* The file with the prompt, "-" for stdin; NULL: it is on the command line. */
 static const char *prompt_path(const cli_args *a) {
     if (prompt_sources(a) == 0) return stdin_is_fed() ? "-" : NULL;

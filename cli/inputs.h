@@ -33,6 +33,9 @@ int ids_encode(id_list *out, k3_tokenizer *t, const char *text, size_t n_bytes, 
 /* One prompt, and not two? */
 int prompt_check(const cli_args *a, const char *command);
 
+/* --save with audits of only some answers: no state could be saved at the end. An exit code. */
+int audit_check_save(const cli_args *a);
+
 /* Bytes that a file may have before it is known how many ids they are: as many as the longest ids for
  * all positions, and with its ids in a part of --ram. What config.json lacks is said later. */
 size_t prompt_most(const cli_args *a, const char *dir, const k3_tokenizer *t);

@@ -79,18 +79,6 @@ int outfile_close(outfile *o, bool keep) {
     return rc;
 }
 
-int outfile_again(outfile *o) {
-    struct stat st;
-    if (!o->f) return DONE;
-    if (fflush(o->f) != 0 || fstat(fileno(o->f), &st) != 0)
-        return fail(FAIL_IO, "%s: %s", o->path, strerror(errno));
-    if (!S_ISREG(st.st_mode))
-        return fail(FAIL_CHECK,
-                    "%s: what was written is wrong: a far box lied; run again without it", o->path);
-    rewind(o->f);
-    return outfile_begin(o);
-}
-
 void json_put(json_object *o, const char *key, json_object *value) {
     json_object_object_add(o, key, value);
 }

@@ -56,9 +56,6 @@ int outfile_begin(outfile *o);
 int outfile_differ(const outfile *a, const outfile *b);
 int outfile_write(outfile *o, const void *p, size_t n_bytes);
 
-/* Begin the file again; what was written is given up. A pipe gives nothing back: FAIL_CHECK. */
-int outfile_again(outfile *o);
-
 /* Close; `keep` false, or a failure to write the rest, removes what was begun. */
 int outfile_close(outfile *o, bool keep);
 

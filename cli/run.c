@@ -34,8 +34,6 @@ typedef struct {
     size_t cap_text, n_out; /* of which n_out bytes were written              */
     k3_utf8 utf8;
     outfile dump, trace, routing;
-    char *shown;    /* begun again: what was written the first time ...       */
-    size_t n_shown; /* ... must come out the same                     */
     uint64_t trace_fnv;
     uint64_t load_ns, prompt_ns, gen_ns; /* gen: n_step ids run after the prompt */
     uint64_t n_step;
@@ -72,15 +70,6 @@ static void run_route_head(const run_state *r) {
             (unsigned)sh->top_k, (unsigned long long)sh->expert_bytes);
 }
 
-/* Write the next n bytes of the text; what was shown before is compared instead. */
-static int run_put(const run_state *r, const char *p, size_t n) {
-    size_t again = r->n_out < r->n_shown ? r->n_shown - r->n_out : 0;
-    if (r->a->json) return DONE;
-    if (again > n) again = n;
-    if (again && memcmp(r->shown + r->n_out, p, again) != 0)
-        return fail(FAIL_CHECK, "the text above is wrong: a far box lied; run again without it");
-    return again < n ? out_write(p + again, n - again) : DONE;
-}
 
 /* Write what may be written of the text. Returns DONE, an exit code, or -1 when a stop text
  * was met: the text then ends before it. `is_end`: nothing more will come. */
@@ -89,7 +78,7 @@ static int run_write(run_state *r, bool is_end) {
     size_t n = r->text.n - r->n_out;
     bool is_met = false;
     size_t n_now = stop_before(from, n, r->a->stop.text, r->a->stop.n, is_end, &is_met);
-    int rc = n_now == 0 ? DONE : run_put(r, from, n_now);
+    int rc = n_now == 0 || r->a->json ? DONE : out_write(from, n_now);
     r->n_out += n_now;
     if (is_met) r->text.n = r->n_out;
     return rc != DONE ? rc : is_met ? -1 : DONE;
@@ -290,41 +279,6 @@ static int run_state_keep(run_state *r) {
     return DONE;
 }
 
-/* ---- Begun again: a far box lied, and had been believed ---- */
-
-enum { REDO = -2 }; /* beside exit codes: K3_EREDO, said as a note */
-
-static int run_fail_status(const run_state *r, int status, const k3_error *err) {
-    if (status != K3_EREDO) return fail_status(status, err);
-    if (!r->a->quiet) say("note: %s", err->text);
-    return REDO;
-}
-
-/* Back to the state from before any far box was asked, with the box that lied out of the way: all
- * ids are run and drawn again, and text that is out must come out the same. */
-static int run_again(run_state *r) {
-    k3_error err = {{0}};
-    if (!r->a->json && r->n_out > r->n_shown) {
-        char *grown = realloc(r->shown, r->n_out);
-        if (!grown) return fail_memory("the text", r->n_out);
-        memcpy(grown, r->text.p, r->n_out);
-        r->shown = grown;
-        r->n_shown = r->n_out;
-    }
-    r->text.n = r->n_out = r->said.n = 0;
-    r->utf8 = (k3_utf8){{0}, 0};
-    r->line.ids_fnv = r->line.logits_fnv = r->trace_fnv = K3_FNV_BASIS;
-    r->n_restored = r->n_step = r->gen_ns = 0;
-    int rc = outfile_again(&r->dump);
-    if (rc == DONE) rc = outfile_again(&r->trace);
-    if (rc == DONE) rc = outfile_again(&r->routing);
-    if (rc == DONE && r->a->routing) run_route_head(r);
-    if (rc != DONE) return rc;
-    k3_session_reset(r->line.s);
-    int status = r->a->load ? k3_session_load(r->line.s, r->a->load, NULL, NULL, NULL, &err) : 0;
-    return status < 0 ? fail_status(status, &err) : DONE;
-}
-
 /* What this program holds beside the engine, where it may be more than the allowance for it: text,
  * ids and, with --json, an object for each id. */
 static uint64_t run_bytes(const run_state *r, uint64_t context) {
@@ -339,6 +293,7 @@ static int run_open(run_state *r) {
     const cli_args *a = r->a;
     uint64_t context = 0;
     int rc = prompt_check(a, "run");
+    if (rc == DONE) rc = audit_check_save(a);
     if (rc == DONE) rc = model_locate(a, &r->dir);
     if (rc == DONE) rc = tokenizer_open(&r->t, a, r->dir);
     if (rc == DONE)
@@ -411,7 +366,7 @@ static int run_prompt_rows(run_state *r) {
         memcpy(r->line.row, rows + (n - 1) * n_vocab, n_vocab * sizeof *rows);
     }
     free(rows);
-    if (status < 0) return run_fail_status(r, status, &err);
+    if (status < 0) return fail_status(status, &err);
     timeline_hash_row(&r->line);
     return rc;
 }
@@ -430,7 +385,7 @@ static int run_prompt(run_state *r) {
             status =
                 timeline_feed(&r->line, r->prompt_ids.id + n_run, r->prompt_ids.n - n_run, &err);
         console_clear(&r->con);
-        if (status < 0) rc = run_fail_status(r, status, &err);
+        if (status < 0) rc = fail_status(status, &err);
     }
     r->prompt_ns = clock_ns() - start;
     if (r->con.is_tty && isatty(STDOUT_FILENO) == 1) r->con.hides_compute = true;
@@ -446,7 +401,7 @@ static int run_step(run_state *r, uint32_t id) {
     console_clear(&r->con);
     r->gen_ns += clock_ns() - start;
     if (status == K3_ECANCEL) return INTERRUPTED;
-    if (status < 0) return run_fail_status(r, status, &err);
+    if (status < 0) return fail_status(status, &err);
     r->n_step++;
     if (r->trace.f && ferror(r->trace.f))
         return fail(FAIL_IO, "%s: write error; is the disk full?", r->trace.path);
@@ -484,7 +439,7 @@ static int run_generate(run_state *r) {
         rc = interrupted ? INTERRUPTED : run_step(r, id);
     }
     if (rc == INTERRUPTED) r->why = "interrupt";
-    if (rc == REDO || ferror(stdout)) return rc;
+    if (ferror(stdout)) return rc;
     int end = run_text(r, "", 0); /* what was held back */
     if (end == -1) r->why = "stop";
     return end > 0 && rc == DONE ? end : rc;
@@ -511,6 +466,7 @@ static void json_put_disk(json_object *o, const run_state *r) {
     json_put_count(o, "far_late", st.far_late);
     json_put_count(o, "far_hedged", st.far_hedged);
     json_put_count(o, "far_audits", st.far_audits);
+    json_put_count(o, "far_lies", st.far_lies);
 }
 
 /* The --json object, complete, in one write. */
@@ -594,22 +550,14 @@ static void run_close(run_state *r) {
     free(r->prompt_ids.id);
     free(r->said.id);
     free(r->text.p);
-    free(r->shown);
 }
 
-/* The answer, begun again as often as a far box is found to lie; each of them lies once. */
 static int run_answer(run_state *r, bool *has_answer) {
-    int rc;
-    do {
-        r->con.n_grace = 0;
-        rc = run_prompt(r);
-        *has_answer = rc == DONE;
-        r->con.n_grace = r->a->save ? 1 : 0; /* a step given up costs the state: it ends first */
-        if (rc == DONE) rc = run_generate(r);
-    } while (rc == REDO && (rc = run_again(r)) == DONE);
-    if (!r->a->json && r->n_out < r->n_shown) /* also when the second try did not come to its end */
-        rc = fail(FAIL_CHECK, "the text above is wrong: a far box lied; run again without it");
-    return rc;
+    r->con.n_grace = 0;
+    int rc = run_prompt(r);
+    *has_answer = rc == DONE;
+    r->con.n_grace = r->a->save ? 1 : 0; /* a step given up costs the state: it ends first */
+    return rc == DONE ? run_generate(r) : rc;
 }
 
 int cmd_run(const cli_args *a) {

@@ -207,12 +207,16 @@ void chat_recover_last(chat *c) {
     chat_recover(c, NULL);
 }
 
-/* A far box was believed and lied: no state from since then is right. It is not asked again, and
- * what was said is read again without it. */
-static void chat_distrust(chat *c) {
+/* After a step that failed with `status`: was it because a far box lied? Then states since its first answer may be
+ * wrong, and are dropped; the conversation is read again with every answer compared. */
+static bool chat_distrust(chat *c, int status) {
+    k3_stats st;
+    k3_session_stats(c->s, &st);
+    if (status != K3_ECHECK || st.far_lies == 0) return false;
     chat_drop_snapshots(c);
     c->has_row = false;
     k3_session_reset(c->s);
+    return true;
 }
 
 /* A snapshot of the session as it is; older ones make room. NULL: there is none even so. */
@@ -418,14 +422,7 @@ static int turn_prompt(chat *c) {
     console_answer(&c->con, 0, 0);
     c->con.start_ns = c->con.last_ns = start;
     c->n_prompt = c->n - chat_pos(c);
-    int status;
-    while ((status = chat_feed(c, &err)) == K3_EREDO) {
-        console_clear(&c->con);
-        if (!c->a->quiet) say("note: %s; replies so far may be wrong", err.text);
-        chat_distrust(c);
-        c->n_prompt = c->n;
-        c->n_cached = 0;
-    }
+    int status = chat_feed(c, &err);
     console_clear(&c->con);
     c->prompt_ns = clock_ns() - start;
     c->n_prompt -= c->n_cached;
@@ -436,6 +433,7 @@ static int turn_prompt(chat *c) {
                         "stopped before the reply began; your message was taken "
                         "back");
     }
+    chat_distrust(c, status);
     return complain_status(c, status, &err);
 }
 
@@ -453,10 +451,7 @@ static int turn_step(chat *c) {
         c->n_step++;
         return DONE;
     }
-    if (status == K3_EREDO)
-        chat_distrust(c);
-    else
-        chat_recover_last(c);
+    if (!chat_distrust(c, status)) chat_recover_last(c);
     return status == K3_ECANCEL && !c->is_left ? INTERRUPTED : complain_status(c, status, &err);
 }
 

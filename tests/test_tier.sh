@@ -170,22 +170,35 @@ check "garbage, each answer compared" 0 --tier "unix:$T/chaos.sock" --tier-audit
 # who lied goes, and who answered in the same layer stays
 check "garbage, and a good box in the same layers" 200 --tier "unix:$T/chaos.sock" --tier "unix:$T/third.sock" --tier-audit 1/1
 check "a good box, and garbage in the same layers" 200 --tier "unix:$T/even.sock" --tier "unix:$T/chaos.sock" --tier-audit 1/1 --chunk 4
-# each of 184 requests of this run is compared with a chance of 1/4: seen, but for one run in 10^23;
-# then all begins again without the box
-check "garbage, one answer in 4" 0 --tier "unix:$T/chaos.sock" --tier-audit 1/4
-grep -q "gives wrong expert sums" "$T/err" && fail "garbage, one answer in 4" "-q, and a note" || pass
-check "garbage, one answer in 4, beside a good box" 1 --tier "unix:$T/chaos.sock" --tier "unix:$T/third.sock" --tier-audit 1/4
-"$K3" bench -q --model "$MODEL" --threads 1 --tokens 12 >"$T/local"
-"$K3" bench -q --model "$MODEL" --threads 1 --tokens 12 --ram "$ram" --tier-wait 200000 --tier "unix:$T/chaos.sock" --tier-audit 1/4 >"$T/out" 2>"$T/err"
-[ "$(cut -f 6,7 "$T/local")" = "$(cut -f 6,7 "$T/out")" ] && pass || fail "garbage, bench" "$(tail -1 "$T/out")"
+# Each of 184 requests of this run is compared with a chance of 1/4: seen, but for one run in 10^23. Caught at the
+# first answer, the run goes on and is right; later, it ends with exit 5.
 lied=(--ram "$ram" --tier-wait 200000 --tier "unix:$T/chaos.sock" --tier-audit 1/4)
-"$K3" run "${args[@]}" --dump-logits "$T/rows" >"$T/out" 2>"$T/err"
-check "garbage, rows to a file" 0 --tier "unix:$T/chaos.sock" --tier-audit 1/4 --dump-logits "$T/rows.lied"
-cmp -s "$T/rows" "$T/rows.lied" && pass || fail "garbage, rows to a file" "they differ"
+caught() { # NAME OPTIONS...: the lie is caught
+    local name=$1 rc
+    shift
+    "$K3" run "${args[@]}" "${lied[@]}" "$@" >"$T/out" 2>"$T/err"
+    rc=$?
+    if [ $rc = 0 ] && [ "$(field logits_fnv)" = "$want" ] && [ "$(field far_lies)" = 1 ]; then pass
+    elif [ $rc = 5 ] && grep -q "gives wrong expert sums" "$T/err"; then pass
+    else fail "$name" "exit $rc"; fi
+    last=$rc
+}
+n_late=0
+for _ in $(seq 8); do
+    caught "garbage, one answer in 4"
+    n_late=$((n_late + (last == 5)))
+done
+[ $n_late -gt 0 ] && pass || fail "garbage, one answer in 4" "eight runs, and always caught at the first answer"
+caught "garbage, one answer in 4, beside a good box" --tier "unix:$T/third.sock"
+rm -f "$T/rows.lied"
+caught "garbage, rows to a file" --dump-logits "$T/rows.lied"
+[ $last = 0 ] || [ ! -e "$T/rows.lied" ] && pass || fail "garbage, rows to a file" "rows that may be wrong were left"
+"$K3" run "${args[@]}" "${lied[@]}" --save "$T/state" >"$T/out" 2>"$T/err"
+[ $? = 2 ] && grep -q "1/1" "$T/err" && [ ! -e "$T/state" ] && pass || fail "--save with audits of some answers" "$(cat "$T/err")"
 "$K3" run "${args[@]}" --tokens 5 --save "$T/state" >"$T/out" 2>"$T/err"
 "$K3" run "${args[@]}" --load "$T/state" >"$T/out" 2>"$T/err"
 loaded=$(field logits_fnv)
-"$K3" run "${args[@]}" --load "$T/state" "${lied[@]}" >"$T/out" 2>"$T/err"
+"$K3" run "${args[@]}" --load "$T/state" "${lied[@]}" --tier-audit 1/1 >"$T/out" 2>"$T/err"
 [ "$(field logits_fnv)" = "$loaded" ] && pass || fail "garbage after --load" "logits_fnv $(field logits_fnv), not $loaded"
 "$K3" run "${args[@]}" --kernels ref --cache "$T/kept" --ram "$ram" --tier-wait 200000 --tier "unix:$T/warm.sock" --tier-audit 1/1000000 >"$T/out" 2>"$T/err"
 [ "$("$K3" cache ls "$T/kept" | grep -c k3s)" = 0 ] && pass || fail "cache" "a state that may be wrong was kept"
@@ -210,7 +223,7 @@ aside chat_1 chats
 aside chat_2 chats
 together
 cat "$T"/same.chat_? | grep -q '[1-9]' && pass || fail "garbage, chat" "never the right text"
-# Bench, a lie caught after the first row was printed: exit 5. Caught in the first: begun again, and right.
+# Bench, a lie caught after the first row was printed, or after an answer that nobody compared: exit 5.
 total=$("$K3" bench -q --model "$MODEL" --threads 1 --tokens 20 2>/dev/null | awk -F'\t' '/^# total/ { print $7 }')
 n_late=0
 for i in $(seq 40); do
@@ -219,7 +232,7 @@ for i in $(seq 40); do
     rc=$?
     is_right=$([ "$(awk -F'\t' '/^# total/ { print $7 }' "$T/out")" = "$total" ] && echo 1)
     n_late=$((n_late + (rc == 5)))
-    if [ $rc = 5 ] && grep -q "rows above may be wrong" "$T/err" || { [ $rc = 0 ] && [ -n "$is_right" ]; } ||
+    if [ $rc = 5 ] && grep -q "rows above may be wrong\|gives wrong expert sums" "$T/err" || { [ $rc = 0 ] && [ -n "$is_right" ]; } ||
         { [ $rc = 0 ] && ! grep -q "sums are wrong" "$T/err"; }; then
         pass # caught late, caught in time, never compared
     else
@@ -231,8 +244,8 @@ done
 [ "$(field logits_fnv)" != "$want" ] && pass || fail "garbage" "the proxy does not spoil anything"
 stop $proxy
 
-# A lie so large that the text changes, seen sooner or later: the text that is printed is right and
-# the exit 0, or some of it was wrong and the exit 5. Both happen, but for one time in 10^5.
+# A lie so large that the text changes, seen sooner or later: at the first answer, and the text is right and the
+# exit 0, or later, and the exit is 5. Both happen, but for one time in 10^5.
 "$CHAOS" "$T/chaos.sock" "$T/warm.sock" lie 5 &
 proxy=$!
 pids+=($proxy)
@@ -246,7 +259,7 @@ lies() {
         rc=$?
         if [ $rc = 0 ] && cmp -s "$T/out" "$T/../local"; then
             n_right=$((n_right + 1))
-        elif [ $rc = 5 ] && grep -q "text above is wrong" "$T/err" && ! cmp -s "$T/out" "$T/../local"; then
+        elif [ $rc = 5 ] && grep -q "gives wrong expert sums" "$T/err"; then
             n_caught=$((n_caught + 1))
         else
             n_wrong=$((n_wrong + 1))
@@ -260,7 +273,7 @@ aside lies_2 lies
 together
 # one run in 10^7 is never compared
 read -r n_right n_caught n_wrong < <(cat "$T"/lies.lies_? | awk '{ r += $1; c += $2; w += $3 } END { print r, c, w }')
-if [ "$n_wrong" = 0 ] && [ "$n_right" -gt 0 ] && [ "$n_caught" -gt 0 ]; then pass; else
+if [ "$n_wrong" = 0 ] && [ "$n_caught" -gt 0 ]; then pass; else
     fail "a lie that changes the text" "$n_right right, $n_caught caught, $n_wrong neither"
 fi
 stop $proxy
