@@ -82,7 +82,9 @@ static void batch_outer(void *ctx, size_t i, int i_thread) {
             uint32_t pair = t->first + j;
             size_t bad = m->k->add_q40(b->Q + b->pair_row[pair] * m->latent + row, y + j * rows,
                                        b->pair_w[pair], rows);
-            if (bad < rows) pool_min(&t->bad_row, row + bad);
+            if (bad == rows) continue;
+            pool_min(&t->bad_row, row + bad);
+            if (b->is_bad) __atomic_store_n(&b->is_bad[b->pair_row[pair]], 1, __ATOMIC_RELAXED);
         }
     }
 }

@@ -128,6 +128,7 @@ typedef struct {
     const uint32_t *pair_row;
     const float *pair_w;
     int64_t *Q;
+    uint8_t *is_bad; /* [n_rows] set for a row with a term out of range; NULL: not wanted */
     float *zpair, *hpair, *local;
     size_t local_floats;
 } expert_batch;

@@ -314,6 +314,7 @@ typedef struct {
 /* Rows of one streamed matrix. */
 typedef struct {
     uint32_t il; /* n_layers for the head */
+    uint32_t segment;
     uint16_t t, i_shard;
     uint32_t row, n_rows;
     uint64_t offset, n, sum;
@@ -329,6 +330,10 @@ typedef struct {
     piece *pieces; /* [n_pieces] in order of use; the head's after n_body */
     uint64_t pieces_bytes;
     uint32_t n_pieces, n_body;
+    uint32_t *segment; /* [2 x n_layers + 2] the first piece of each segment, and n_pieces */
+    uint32_t turns, head_turns; /* how often the pass at work reads a segment; the head's   */
+    const k3_pass *owner; /* the pass at work                                           */
+    bool is_midway;       /* it has begun and not ended                                 */
     uint8_t *bytes;
     uint64_t cap, at; /* next free byte of the ring */
     struct {
@@ -336,8 +341,8 @@ typedef struct {
         uint64_t at;
         io_req req;
     } live[STREAM_LIVE];         /* asked for, oldest first, from `first` */
-    uint32_t first, n_live, i_read; /* i_read: the next piece to ask for  */
-    bool is_next_pass, with_head;
+    uint32_t first, n_live, i_read, i_turn; /* i_read: the next piece to ask for, in which turn */
+    bool is_next_pass;
 } stream;
 
 /* Experts: see the store below. */
@@ -401,6 +406,7 @@ struct k3_engine {
     uint64_t bounce_bytes;
     k3_plan plan;
     struct scratch *scratch;     /* one step at a time uses it */
+    k3_pass *passes;             /* that are open              */
     pthread_mutex_t step, accounts; /* the latter guards the ledger and the fingerprint */
     k3_fingerprints print;       /* sampled 0: not yet asked for (section 14)        */
     uint64_t stamp;              /* of the files when they were opened (section 14)  */
@@ -749,6 +755,12 @@ static uint64_t piece_max_bytes(const model *m, const k3_shape *sh) {
     return most;
 }
 
+/* A layer is read in two segments: what is used before the experts of all parts are computed, and what after
+ * that. A pass of several parts reads each segment once for each part. The head is the last segment. */
+static uint32_t segment_of(const k3_shape *sh, uint32_t il, int t) {
+    return 2 * il + (il < sh->n_layers && t == T_LAT_UP);
+}
+
 /* Append the pieces of one streamed matrix; with NULL pieces only count. */
 static void stream_add(k3_engine *e, uint32_t il, int t) {
     stream *s = &e->stream;
@@ -760,6 +772,7 @@ static void stream_add(k3_engine *e, uint32_t il, int t) {
         const uint64_t *sum = trunk_sum(e, il, t, row / step_rows);
         if (s->pieces)
             s->pieces[s->n_pieces] = (piece){.il = il,
+                                             .segment = segment_of(&e->sh, il, t),
                                              .t = (uint16_t)t,
                                              .i_shard = at->shard,
                                              .row = (uint32_t)row,
@@ -786,14 +799,22 @@ static void stream_list(k3_engine *e) {
     if (!e->layers[sh->n_layers].is_resident[T_LM_HEAD]) stream_add(e, sh->n_layers, T_LM_HEAD);
 }
 
+static uint64_t stream_pieces_bytes(const k3_shape *sh, uint64_t n_pieces) {
+    return n_pieces * sizeof(piece) + (2ull * sh->n_layers + 2) * sizeof(uint32_t);
+}
+
 static int stream_open(k3_engine *e, k3_error *err) {
     stream *s = &e->stream;
     stream_list(e);
     if (s->n_pieces == 0) return 0;
-    s->pieces_bytes = s->n_pieces * sizeof *s->pieces;
+    uint32_t n_segments = 2 * e->sh.n_layers + 1, g = 0;
+    s->pieces_bytes = stream_pieces_bytes(&e->sh, s->n_pieces);
     s->pieces = ledger_take(&e->mem, s->pieces_bytes, "stream plan", err);
     if (!s->pieces) return e->mem.why;
     stream_list(e);
+    s->segment = (uint32_t *)(void *)(s->pieces + s->n_pieces);
+    for (uint32_t i = 0; i <= s->n_pieces; i++)
+        for (; g <= n_segments && (i == s->n_pieces || g <= s->pieces[i].segment); g++) s->segment[g] = i;
     s->cap = e->plan.ring_bytes;
     s->bytes = ledger_take(&e->mem, s->cap, "trunk ring", err);
     return s->bytes ? 0 : e->mem.why;
@@ -814,15 +835,27 @@ static bool stream_room(stream *s, uint64_t room, uint64_t *at) {
     return true;
 }
 
-/* Which piece to ask for next: on to the head when this pass has one, then to the next pass, whose
- * head is not known yet. False at that point. */
+/* Is there a piece to ask for? On to the head when this pass has one, then to the next pass, which is expected to
+ * have as many parts, and whose head is not known yet. False at that point. */
 static bool stream_next(stream *s) {
-    bool is_at_end = s->i_read == s->n_pieces || (s->i_read == s->n_body && !s->with_head);
+    bool is_at_end = s->i_read == s->n_pieces || (s->i_read == s->n_body && s->head_turns == 0);
     if (!s->is_next_pass && is_at_end) {
-        s->i_read = 0;
+        s->i_read = s->i_turn = 0;
         s->is_next_pass = true;
     }
     return !(s->is_next_pass && s->i_read == s->n_body);
+}
+
+/* A piece was asked for: on to the next one, at the end of a segment to its beginning while turns are left. */
+static void stream_advance(stream *s) {
+    const piece *p = &s->pieces[s->i_read++];
+    if (s->i_read < s->segment[p->segment + 1]) return;
+    uint32_t turns = s->i_read > s->n_body ? s->head_turns : s->turns;
+    bool is_again = ++s->i_turn < turns;
+    if (is_again)
+        s->i_read = s->segment[p->segment];
+    else
+        s->i_turn = 0;
 }
 
 /* Ask for as many pieces as the ring has room for. */
@@ -833,7 +866,7 @@ static void stream_pump(k3_engine *e) {
         uint64_t at;
         if (!stream_room(s, io_room(p->n), &at)) return;
         uint32_t i = (s->first + s->n_live) % STREAM_LIVE;
-        s->live[i].i_piece = s->i_read++;
+        s->live[i].i_piece = s->i_read;
         s->live[i].at = at;
         s->live[i].req = (io_req){.to = s->bytes + at,
                                   .offset = p->offset,
@@ -842,6 +875,7 @@ static void stream_pump(k3_engine *e) {
                                   .sum = p->sum,
                                   .has_sum = p->has_sum};
         s->n_live++;
+        stream_advance(s);
         disk_submit(&e->io, &s->live[i].req, IO_TRUNK);
     }
 }
@@ -882,26 +916,46 @@ static void stream_release(k3_engine *e) {
     stream_pump(e);
 }
 
-/* A chunk begins: what was read ahead belongs to it. */
-static void stream_begin(k3_engine *e, bool with_head) {
-    stream *s = &e->stream;
-    if (s->n_pieces == 0) return;
-    if (!s->is_next_pass) s->i_read = 0;
-    s->with_head = with_head;
-    s->is_next_pass = false;
-    stream_pump(e);
-}
-
-/* After a failed step: back to the first piece. */
+/* Give up what was read ahead: back to the first piece. */
 static void stream_reset(k3_engine *e) {
     stream *s = &e->stream;
     for (uint32_t i = 0; i < s->n_live; i++) {
         io_req *r = &s->live[(s->first + i) % STREAM_LIVE].req;
         if (!disk_cancel(&e->io, r)) disk_wait(&e->io, r);
     }
-    s->n_live = s->i_read = 0;
-    s->is_next_pass = false;
+    s->n_live = s->i_read = s->i_turn = 0;
+    s->is_next_pass = s->is_midway = false;
 }
+
+/* Pass `p` begins, with so many parts and turns of the head. What was read ahead belongs to it, unless another pass
+ * rests midway or other turns were expected. */
+static void stream_begin(k3_engine *e, const k3_pass *p, uint32_t turns, uint32_t head_turns) {
+    stream *s = &e->stream;
+    if (s->n_pieces == 0) return;
+    if (s->is_midway || s->turns != turns) stream_reset(e);
+    if (!s->is_next_pass) s->i_read = s->i_turn = 0;
+    s->turns = turns;
+    s->head_turns = head_turns;
+    s->owner = p;
+    s->is_next_pass = false;
+    s->is_midway = true;
+    stream_pump(e);
+}
+
+/* Pass `p` goes on with layer il after a rest. */
+static void stream_resume(k3_engine *e, const k3_pass *p, uint32_t il, uint32_t turns, uint32_t head_turns) {
+    stream *s = &e->stream;
+    if (s->n_pieces == 0 || (s->owner == p && s->is_midway)) return;
+    stream_reset(e);
+    s->i_read = s->segment[2 * il];
+    s->turns = turns;
+    s->head_turns = head_turns;
+    s->owner = p;
+    s->is_midway = true;
+    stream_pump(e);
+}
+
+static void stream_end(k3_engine *e) { e->stream.is_midway = false; }
 
 /* ---- 6.4 Experts ----
  *
@@ -1614,8 +1668,8 @@ static int sums_save(const k3_engine *e, sums_out *o, uint64_t fingerprint, bool
  */
 #define OVERHEAD_BYTES (40u << 20) /* code, libraries, stacks, JSON while opening */
 
-static uint64_t scratch_bytes(const k3_engine *e, uint64_t chunk);   /* section 8  */
-static uint64_t session_bytes(const k3_shape *sh, uint64_t context); /* section 15 */
+static uint64_t scratch_bytes(const k3_engine *e, uint64_t chunk, uint64_t part);       /* section 8  */
+static uint64_t session_bytes(const k3_shape *sh, uint64_t context, uint32_t n_rows); /* section 15 */
 
 /* Room for the largest read that is neither a piece nor an expert. */
 static uint64_t plan_bounce(const k3_engine *e) {
@@ -1635,12 +1689,12 @@ static uint64_t matrices_bytes(const k3_engine *e, bool is_vector_wanted) {
     return sum;
 }
 
-/* Bytes that do not depend on what is left, for a chunk of this size. */
-static uint64_t plan_fixed(const k3_engine *e, uint64_t chunk) {
+/* Bytes that do not depend on what is left, for passes and parts of this size. */
+static uint64_t plan_fixed(const k3_engine *e, uint64_t chunk, uint64_t part) {
     const k3_plan *p = &e->plan;
     uint64_t n_moe = e->sh.n_layers - e->sh.n_dense;
-    return e->mem.used + p->vector_bytes + p->session_bytes + p->snapshot_bytes +
-           scratch_bytes(e, chunk) + plan_bounce(e) +
+    return e->mem.used + p->vector_bytes + p->session_bytes + p->sessions_bytes + p->snapshot_bytes +
+           scratch_bytes(e, chunk, part) + plan_bounce(e) +
            (n_moe ? store_meta_bytes(&e->sh, 2) + 2 * p->slot_bytes : 0);
 }
 
@@ -1649,7 +1703,8 @@ static uint64_t plan_ring_least(const k3_engine *e) {
 }
 
 #define CHUNK_SHORT 512  /* positions: kernels gain nothing from more                    */
-#define CHUNK_LONG  4096 /* a prompt of so many reads the trunk and each expert once      */
+#define CHUNK_LONG  4096 /* a prompt of so many reads each expert once                    */
+#define PART_LEAST  64   /* positions: fewer give the kernels too little to do            */
 
 STATIC_ASSERT(a_planned_chunk_fits_a_request, CHUNK_SHORT <= TIER_MAX_ROWS);
 STATIC_ASSERT(every_reply_fits_a_frame, TIER_FIXED_BYTES + (TIER_MAX_EXPERTS + 63) / 64 * 8 +
@@ -1660,21 +1715,45 @@ STATIC_ASSERT(every_request_fits_a_frame,
                       TIER_MAX_EXPERTS * 4 + (uint64_t)TIER_MAX_ROWS * TIER_MAX_TOP_K * 6 <=
                   TIER_MAX_FRAME);
 
-/* The most positions, a power of two, whose scratch takes at most an eighth of what is above the
- * floor: a longer chunk reads streamed weights fewer times for a prompt, but its memory
- * holds no weights in decode. Where all weights are resident a short one serves; far boxes take
- * TIER_MAX_ROWS rows a frame; and no prompt is longer than the context. */
-static uint64_t plan_chunk(const k3_engine *e, uint64_t trunk) {
+/* Bytes that a prompt reads for each position, in passes of `chunk` rows that are computed in parts: experts once a
+ * pass, the streamed trunk once a part. `left`: memory above the floor, of which scratch takes a share. Rows choose
+ * experts as if at random, which the routing of real prompts follows closely from 64 positions on. */
+static double plan_prompt_cost(const k3_engine *e, uint64_t left, uint64_t chunk, uint64_t part) {
     const k3_shape *sh = &e->sh;
-    uint64_t least = plan_fixed(e, 1) + trunk;
+    uint64_t taken = scratch_bytes(e, chunk, part) - scratch_bytes(e, 1, 1), all = matrices_bytes(e, false);
+    uint64_t kept = left - taken < all ? left - taken : all;
+    double miss = pow(1.0 - (double)sh->top_k / sh->n_experts, (double)chunk);
+    double experts = (double)(sh->n_layers - sh->n_dense) * sh->n_experts * (1 - miss) * (double)sh->expert_bytes;
+    double parts = (double)((chunk + part - 1) / part);
+    return (experts + parts * (double)(all - kept)) / (double)chunk;
+}
+
+/* How many positions a pass takes, and a part of it: what reads least for each position of a prompt, powers of two,
+ * scratch within half of the memory above the floor. Where all weights are resident a short pass serves; far
+ * boxes take TIER_MAX_ROWS rows a frame; and no prompt is longer than the context. A part is as long as the pass
+ * unless memory forbids it. */
+static void plan_rows(const k3_engine *e, uint64_t trunk, uint64_t *chunk, uint64_t *part) {
+    const k3_shape *sh = &e->sh;
+    uint64_t least = plan_fixed(e, 1, 1) + trunk, base = scratch_bytes(e, 1, 1);
     uint64_t left = e->mem.limit > least ? e->mem.limit - least : 0;
     uint64_t n_experts = (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts;
     bool is_all_here = left / 8 * 7 >= matrices_bytes(e, false) + n_experts * e->plan.slot_bytes;
     bool is_far = e->opt.tiers && e->opt.tiers[0];
-    uint64_t chunk = is_all_here || is_far ? CHUNK_SHORT : CHUNK_LONG;
-    while (chunk > CHUNK_SHORT && chunk / 2 >= e->plan.context) chunk /= 2;
-    while (chunk > 1 && scratch_bytes(e, chunk) - scratch_bytes(e, 1) > left / 8) chunk /= 2;
-    return chunk;
+    uint64_t most = is_all_here || is_far ? CHUNK_SHORT : CHUNK_LONG, from = *chunk ? *chunk : 1;
+    double best = 0;
+    while (most > CHUNK_SHORT && most / 2 >= e->plan.context) most /= 2;
+    if (*chunk) most = *chunk;
+    *chunk = *part = from;
+    for (uint64_t c = from; c <= most; c *= 2)
+        for (uint64_t t = c; t == c || t >= PART_LEAST; t /= 2) {
+            uint64_t taken = scratch_bytes(e, c, t) - base;
+            if (taken > left / (c > CHUNK_SHORT || t < c ? 2 : 8)) continue;
+            double cost = plan_prompt_cost(e, left, c, t);
+            if (best > 0 && cost > 0.99 * best) continue;
+            best = cost;
+            *chunk = c;
+            *part = t;
+        }
 }
 
 /* Mark matrices resident while `left` lasts; returns what they take. */
@@ -1746,14 +1825,19 @@ static int plan_make(k3_engine *e, k3_error *err) {
                     (unsigned long long)p->context);
     p->vector_bytes = matrices_bytes(e, true);
     p->state_bytes = sh->state_bytes;
-    p->session_bytes = session_bytes(sh, p->context);
+    p->sessions = o->sessions;
+    p->revocable = o->revocable;
+    p->session_bytes = session_bytes(sh, p->context, p->revocable);
+    p->sessions_bytes = o->sessions * p->session_bytes;
     p->snapshot_bytes = (uint64_t)o->snapshots * sh->state_bytes;
     p->slot_bytes = expert_room(&e->files, sh);
     uint64_t all = matrices_bytes(e, false), trunk = plan_ring_least(e) + plan_pieces(e);
     if (trunk > all) trunk = all; /* small enough to be kept */
-    uint64_t chunk = o->chunk ? (uint64_t)o->chunk : plan_chunk(e, trunk);
-    uint64_t fixed = plan_fixed(e, chunk);
-    p->floor_bytes = plan_fixed(e, o->chunk ? chunk : 1) + trunk;
+    uint64_t chunk = (uint64_t)o->chunk, part;
+    plan_rows(e, trunk, &chunk, &part);
+    if (o->part) part = (uint64_t)o->part < chunk ? (uint64_t)o->part : chunk;
+    uint64_t fixed = plan_fixed(e, chunk, part);
+    p->floor_bytes = plan_fixed(e, o->chunk ? chunk : 1, o->chunk ? part : 1) + trunk;
     if (e->files.header_bytes > OVERHEAD_BYTES / 2) { /* unusual, and over by now */
         uint64_t open = e->mem.used + e->files.header_bytes;
         if (p->floor_bytes < open) p->floor_bytes = open;
@@ -1766,7 +1850,8 @@ static int plan_make(k3_engine *e, k3_error *err) {
                     (unsigned long long)e->mem.limit, (unsigned long long)p->context,
                     (unsigned long long)p->floor_bytes, (double)p->floor_bytes / 1073741824.0);
     p->chunk = (uint32_t)chunk;
-    p->scratch_bytes = scratch_bytes(e, chunk);
+    p->part = (uint32_t)part;
+    p->scratch_bytes = scratch_bytes(e, chunk, part);
     e->chunk = (int)chunk;
     int64_t n_pins = o->pins ? pins_count(e, err) : 0;
     if (n_pins < 0) return (int)n_pins;
@@ -1947,10 +2032,13 @@ static int disk_choose(k3_engine *e, k3_error *err) {
 
 /* ==== 8. One step: scratch, rows, embedding, norms ===================================
  *
- * A chunk of T positions goes through the model layer by layer, so that each weight is read
- * once for all of them. All buffers are taken at open for the largest chunk; the four kinds of
- * sublayer share one arena. `packed` is the layout of kernels.h. Everything that has a row per
- * position is split over threads by position, every matrix by output rows, attention by heads.
+ * A pass is many rows, each one position of some session, that go through the model layer by layer, so that
+ * each weight is read once for all of them. What a layer needs of a row while it computes is large (505 KB at
+ * K3's dimensions), so rows are computed in parts; what a row carries from layer to layer, its stream, is half
+ * of that and stays for the whole pass. Routed experts are computed once for all parts.
+ * All buffers are taken at open; the four kinds of sublayer share one arena. `packed` is the layout of kernels.h.
+ * Everything that has a row per position is split over threads by row, every matrix by output rows, attention by
+ * heads.
  */
 #define KDA_TILE  32   /* positions whose q, k, v, a of one head are held at once */
 #define MLA_BLOCK 256  /* positions per softmax block (NUMERICS 3)               */
@@ -1973,10 +2061,29 @@ typedef struct {
 } dense_bufs;
 
 typedef struct {
-    float *router, *z, *zp, *sg, *su, *shp, *up, *r, *rp;
-    int64_t *Q;             /* [T][latent] the exact sum             */
+    float *router, *zp, *sg, *su, *shp, *r, *rp;
     float *zpair, *hpair;   /* [max_pairs][latent], [..][inter], packed per expert */
 } moe_bufs;
+
+/* Of the MoE layer at work, for all parts: [rows of the pass][.] */
+typedef struct {
+    float *z, *up;    /* [latent] what experts read; [hidden] the shared expert's output */
+    int64_t *Q;       /* [latent] the exact sum             */
+    uint32_t *pick;   /* [top_k] ids, ascending             */
+    float *pick_w;    /* [top_k]                            */
+    uint8_t *is_bad;  /* an expert's output was out of range */
+    uint32_t *pair_t; /* [rows x top_k] row, by expert      */
+    float *pair_w;
+} pair_bufs;
+
+/* What rows carry from layer to layer: [rows of all open passes][.] */
+typedef struct {
+    uint64_t n;      /* rows in all                                               */
+    float *P;        /* [hidden] running sum                                      */
+    float *blocks;   /* [n_blocks][n][hidden]                                     */
+    uint64_t *trace; /* [n_layers]                                                */
+    uint16_t *owner; /* the span of its pass                                      */
+} stream_bufs;
 
 typedef struct {
     expert_task task;      /* its pairs, and where its weights are while they are pinned */
@@ -1989,9 +2096,10 @@ typedef struct {
 } routed;
 
 struct scratch {
-    float *P, *x, *f;  /* [chunk][hidden]: running sum, mixed input, sublayer output */
+    stream_bufs rows;
+    float *x, *f;      /* [part][hidden]: mixed input, sublayer output               */
     float *xp;         /* packed normed input                                        */
-    float *blocks;     /* [n_blocks][chunk][hidden]                                  */
+    pair_bufs pair;
     kda_bufs kda;
     mla_bufs mla;
     dense_bufs dense;
@@ -1999,32 +2107,69 @@ struct scratch {
     float *local;      /* [n_threads][local_floats] */
     uint64_t local_floats;
     uint16_t *embed;   /* [hidden] one bf16 row     */
-    uint64_t *trace;   /* [chunk][n_layers]         */
-    uint32_t *pick;    /* [chunk][top_k] ids, ascending      */
-    float *pick_w;     /* [chunk][top_k]                     */
     uint32_t *n_of;    /* [n_experts] pairs of each expert   */
     routed *routed;    /* [n_experts] distinct, by id        */
     routed **batch;    /* [n_experts] those to compute now ... */
     expert_task **task; /* [n_experts] ... and their tasks     */
     uint32_t *queue;   /* [n_experts] routed[] still to be fetched, by place in the file */
-    uint32_t *pair_t;  /* [chunk x top_k] position, by expert */
-    float *pair_w;
+    float **to;        /* [part] where a row of logits goes  */
+    uint32_t *row_at;  /* [part] which row of the pass it is */
     uint32_t max_pairs; /* most pairs computed together      */
     float *guess;       /* [n_experts] weight that the next layer is expected to give */
     uint32_t *ahead;    /* [n_experts] experts of the next layer to read ahead, in order */
     uint32_t *ahead_slot; /* [n_experts] the slots they are read into                 */
+    uint8_t *work;        /* all but the rows' streams, which passes at rest need: for states, between steps */
+    uint64_t work_bytes;
     void *block;
     uint64_t block_bytes;
 };
 
-/* One step at work. */
+/* Rows of one session in a pass: its next n positions. */
+typedef struct {
+    k3_session *s;
+    k3_feed *feed;     /* status and error go there: below 0, and the rows are worth nothing any more */
+    const uint32_t *ids;
+    size_t n, row;     /* rows [row, row + n) of the pass            */
+    uint64_t pos;      /* position of the first                      */
+    size_t n_logits;   /* of the last so many rows                   */
+    float *logits;
+    uint64_t kept;     /* positions from here on can be taken back   */
+} span;
+
+/* The rows of one span in the part at work: rows [t, t + n) of the part, at positions pos.. */
+typedef struct {
+    const span *x;
+    size_t t, n;
+    uint64_t pos;
+    size_t n_tiles; /* of queries, in this cut and those before (MLA) */
+} part_cut;
+
+struct k3_pass {
+    k3_engine *e;
+    k3_feed *feed;
+    size_t n_feeds;
+    size_t fed[K3_MAX_FEEDS]; /* ids of each feed that ran                                    */
+    size_t at, n_room;        /* its rows of the streams: [at, at + n_room)                   */
+    span spans[K3_MAX_FEEDS]; /* of the round at work                                         */
+    uint32_t n_spans;
+    size_t n_rows, n_part;    /* rows of this round; of a part                                */
+    size_t n_head;            /* rows whose logits are wanted                                 */
+    uint32_t il, n_blocks;    /* the next layer; AttnRes blocks so far                        */
+    bool is_round;            /* a round has begun and not ended                              */
+    uint64_t done, total;     /* rows x layers                                                */
+    uint64_t start_ns;
+    k3_pass *next; /* of those that are open                                                  */
+};
+
+/* One step at work: some layers of a pass. */
 typedef struct {
     k3_engine *e;
-    k3_session *s;
+    k3_pass *p;
     struct scratch *b;
     const k3_kernels *k;
-    size_t T;          /* positions in this chunk         */
-    uint64_t pos;      /* absolute position of the first  */
+    size_t t0, T;      /* rows [t0, t0 + T) of the pass: the part at work */
+    part_cut cuts[K3_MAX_FEEDS]; /* the part by sessions, as far as they have not ended ... */
+    uint32_t n_cuts;
     uint32_t n_blocks; /* AttnRes blocks so far           */
     const uint16_t *kv_b; /* of the MLA layer at work     */
     uint32_t n_routed;    /* distinct experts of the MoE layer at work ... */
@@ -2037,7 +2182,6 @@ typedef struct {
     bool is_audit;        /* ... answers are computed here too */
     bool is_timed;        /* ... what is not here is read from disk, since begun_ns */
     uint64_t begun_ns;
-    uint64_t done, total; /* positions x layers, for progress */
     k3_error *err;
 } step;
 
@@ -2047,14 +2191,24 @@ struct k3_session {
     float **state; /* [n_layers]: KDA: S [heads][d][d], then history [3][3][heads x d];
                       MLA: cache [context][k3_pad(kv_lora + rope)], packed rows */
     uint32_t *ids; /* [context]: those run so far */
+    /* The KDA state of layer il is that of position state_pos[il]. Rows from there to `pos` can still be taken back, and
+     * journal[il] has what the state needs of them: raw q, k, v and f [4][journal_rows][heads x d], b [..][heads] */
+    uint64_t *state_pos; /* [n_layers] */
+    float **journal;     /* [n_layers] */
+    uint32_t journal_rows;
     void *block;
     uint64_t block_bytes;
+    k3_pass *pass; /* the open pass that it is in, or NULL */
     bool is_broken;
     bool is_unverified; /* far boxes gave sums that nobody compared: since reset, or in the loaded state */
     k3_trace_fn trace;
     void *trace_user;
     k3_route_fn route;
     void *route_user;
+    uint32_t tap[K3_MAX_TAPS], n_taps;
+    bool taps_mix; /* the next layer's mixture, not P */
+    k3_tap_fn on_tap;
+    void *tap_user;
     uint64_t compute_ns;
 };
 
@@ -2103,15 +2257,12 @@ static void dense_carve(dense_bufs *d, bump *b, const k3_shape *sh, uint64_t T) 
 
 static void moe_carve(moe_bufs *m, bump *b, const k3_shape *sh, uint64_t T, uint64_t max_pairs) {
     m->router = bump_f32(b, T * sh->n_experts);
-    m->z = bump_f32(b, T * sh->latent);
-    m->zp = bump_f32(b, T * sh->latent);
+    m->zp = bump_f32(b, sh->latent); /* of a pass of one row */
     m->sg = bump_f32(b, T * sh->shared_inter);
     m->su = bump_f32(b, T * sh->shared_inter);
     m->shp = bump_f32(b, T * sh->shared_inter);
-    m->up = bump_f32(b, T * sh->hidden);
     m->r = bump_f32(b, T * sh->latent);
     m->rp = bump_f32(b, T * sh->latent);
-    m->Q = bump_take(b, T * sh->latent, sizeof(int64_t));
     m->zpair = bump_f32(b, max_pairs * sh->latent);
     m->hpair = bump_f32(b, max_pairs * sh->expert_inter);
 }
@@ -2119,7 +2270,7 @@ static void moe_carve(moe_bufs *m, bump *b, const k3_shape *sh, uint64_t T, uint
 /* Floats one thread needs for its heads (section 9) or expert rows (section 11). */
 static uint64_t local_floats(const k3_shape *sh, uint64_t T) {
     uint64_t row = k3_pad(sh->kv_lora + sh->rope_dim), lora = k3_pad(sh->kv_lora);
-    uint64_t kda = KDA_TILE * (4 * (uint64_t)sh->kda_dim + 1) + 64;
+    uint64_t d = sh->kda_dim, kda = KDA_TILE * (5 * d + 1) + d * d + 128; /* kda_rows, a second state */
     uint64_t mla = MLA_TOK * sh->kv_lora + row + MLA_ROWS * (row + MLA_BLOCK + lora + 2) +
                    MLA_HEADS * lora + MLA_TOK * lora + lora + 16 * 16;
     uint64_t moe = 2 * T * ROW_TILE;
@@ -2131,21 +2282,43 @@ static uint32_t block_count(const k3_shape *sh) {
     return (sh->n_layers + sh->block_size - 1) / sh->block_size;
 }
 
-static void scratch_carve(struct scratch *s, bump *b, const k3_shape *sh, uint64_t T,
-                          uint64_t n_threads) {
-    uint64_t n_pairs = T * sh->top_k, most = T > 1024 ? T : 1024;
+static void rows_carve(stream_bufs *r, bump *b, const k3_shape *sh, uint64_t n) {
+    r->n = n;
+    r->P = bump_f32(b, n * sh->hidden);
+    r->blocks = bump_f32(b, n * sh->hidden * block_count(sh));
+    r->trace = bump_take(b, n * sh->n_layers, sizeof(uint64_t));
+    r->owner = bump_take(b, n, sizeof(uint16_t));
+    b->used = round_up(b->used, IO_ALIGN);
+}
+
+static void pair_carve(pair_bufs *p, bump *b, const k3_shape *sh, uint64_t n) {
+    p->z = bump_f32(b, n * sh->latent);
+    p->up = bump_f32(b, n * sh->hidden);
+    p->Q = bump_take(b, n * sh->latent, sizeof(int64_t));
+    p->pick = bump_take(b, n * sh->top_k, sizeof(uint32_t));
+    p->pick_w = bump_f32(b, n * sh->top_k);
+    p->is_bad = bump_take(b, n, 1);
+    p->pair_t = bump_take(b, n * sh->top_k, sizeof(uint32_t));
+    p->pair_w = bump_f32(b, n * sh->top_k);
+}
+
+/* How many rows there are: of all open passes, of the longest pass, of a part. */
+typedef struct {
+    uint64_t rows, pass, part, n_threads;
+} scratch_size;
+
+static void scratch_carve(struct scratch *s, bump *b, const k3_shape *sh, const scratch_size *size) {
+    uint64_t T = size->part, n_pairs = size->pass * sh->top_k, most = size->pass > 1024 ? size->pass : 1024;
+    rows_carve(&s->rows, b, sh, size->rows);
+    s->work = b->base ? b->base + b->used : NULL;
+    s->work_bytes = b->used;
     s->max_pairs = (uint32_t)(n_pairs < most ? n_pairs : most);
-    s->P = bump_f32(b, T * sh->hidden);
     s->x = bump_f32(b, T * sh->hidden);
     s->f = bump_f32(b, T * sh->hidden);
     s->xp = bump_f32(b, T * k3_pad(sh->hidden));
-    s->blocks = bump_f32(b, T * sh->hidden * block_count(sh));
-    s->local_floats = local_floats(sh, T);
-    s->local = bump_f32(b, n_threads * s->local_floats);
+    s->local_floats = local_floats(sh, s->max_pairs < size->pass ? s->max_pairs : size->pass);
+    s->local = bump_f32(b, size->n_threads * s->local_floats);
     s->embed = bump_take(b, sh->hidden, sizeof(uint16_t));
-    s->trace = bump_take(b, T * sh->n_layers, sizeof(uint64_t));
-    s->pick = bump_take(b, n_pairs, sizeof(uint32_t));
-    s->pick_w = bump_f32(b, n_pairs);
     s->n_of = bump_take(b, sh->n_experts, sizeof(uint32_t));
     s->routed = bump_take(b, sh->n_experts, sizeof(routed));
     s->batch = bump_take(b, sh->n_experts, sizeof(routed *));
@@ -2154,8 +2327,9 @@ static void scratch_carve(struct scratch *s, bump *b, const k3_shape *sh, uint64
     s->guess = bump_f32(b, sh->n_experts);
     s->ahead = bump_take(b, sh->n_experts, sizeof(uint32_t));
     s->ahead_slot = bump_take(b, sh->n_experts, sizeof(uint32_t));
-    s->pair_t = bump_take(b, n_pairs, sizeof(uint32_t));
-    s->pair_w = bump_f32(b, n_pairs);
+    s->to = bump_take(b, T, sizeof(float *));
+    s->row_at = bump_take(b, T, sizeof(uint32_t));
+    pair_carve(&s->pair, b, sh, size->pass);
     bump arena[4] = {*b, *b, *b, *b};
     kda_carve(&s->kda, &arena[0], sh, T);
     mla_carve(&s->mla, &arena[1], sh, T);
@@ -2163,23 +2337,37 @@ static void scratch_carve(struct scratch *s, bump *b, const k3_shape *sh, uint64
     moe_carve(&s->moe, &arena[3], sh, T, s->max_pairs);
     for (int i = 0; i < 4; i++)
         if (arena[i].used > b->used) b->used = arena[i].used;
+    if (b->used < s->work_bytes + K3_STATE_ROOM) b->used = s->work_bytes + K3_STATE_ROOM; /* for states */
+    s->work_bytes = b->used - s->work_bytes;
 }
 
-static uint64_t scratch_bytes(const k3_engine *e, uint64_t chunk) {
+/* Rows of small passes, of sessions beside the first, that run while a long pass rests. */
+static uint64_t rows_beside(const k3_engine *e) {
+    return (uint64_t)e->opt.sessions * (1 + e->opt.revocable);
+}
+
+static scratch_size size_for(const k3_engine *e, uint64_t chunk, uint64_t part) {
+    uint64_t beside = rows_beside(e);
+    return (scratch_size){chunk + beside, chunk > beside ? chunk : beside, part, (uint64_t)e->n_threads};
+}
+
+static uint64_t scratch_bytes(const k3_engine *e, uint64_t chunk, uint64_t part) {
     struct scratch s;
     bump b = {NULL, 0};
-    scratch_carve(&s, &b, &e->sh, chunk, (uint64_t)e->n_threads);
-    return b.used > K3_STATE_ROOM ? b.used : K3_STATE_ROOM; /* between steps, states pass through */
+    scratch_size size = size_for(e, chunk, part);
+    scratch_carve(&s, &b, &e->sh, &size);
+    return b.used;
 }
 
 static int scratch_open(k3_engine *e, k3_error *err) {
     struct scratch *s = e->scratch = calloc(1, sizeof *s);
     if (!s) return fail(err, K3_ENOMEM, "scratch: out of memory");
-    s->block_bytes = scratch_bytes(e, (uint64_t)e->chunk);
+    s->block_bytes = scratch_bytes(e, e->plan.chunk, e->plan.part);
     s->block = ledger_take(&e->mem, s->block_bytes, "scratch", err);
     if (!s->block) return e->mem.why;
     bump b = {s->block, 0};
-    scratch_carve(s, &b, &e->sh, (uint64_t)e->chunk, (uint64_t)e->n_threads);
+    scratch_size size = size_for(e, e->plan.chunk, e->plan.part);
+    scratch_carve(s, &b, &e->sh, &size);
     e->store.guess = s->ahead_slot;
     return 0;
 }
@@ -2203,7 +2391,7 @@ static void loop_run(k3_engine *e, k3_part part, size_t n, uint64_t unit_ns, poo
 
 /* y[t][r] = W[r] . x[t] for all rows of matrix t of a layer. */
 typedef struct {
-    float *y;        /* [T][rows]       */
+    float *y;        /* [T][rows]; of the head NULL: rows go where scratch.to says */
     enum tensor t;
     const float *xp; /* packed [T][cols] */
 } job;
@@ -2224,17 +2412,28 @@ typedef struct {
     size_t tile[MAX_JOBS];
 } linear_loop;
 
+/* Rows [row, row + n_rows) of a job, whose weights begin at w. */
+static void job_rows(const step *st, const job *b, const uint16_t *w, size_t row, size_t n_rows, size_t T,
+                     int i_thread) {
+    size_t n = tensor_cols(&st->e->files, b->t), ldy = tensor_rows(&st->e->files, b->t);
+    if (b->t != T_LM_HEAD) {
+        st->k->matmul_bf16(b->y + row, ldy, w, n, n_rows, n, b->xp, T);
+        return;
+    }
+    float *y = st->b->local + (size_t)i_thread * st->b->local_floats;
+    st->k->matmul_bf16(y, n_rows, w, n, n_rows, n, b->xp, T);
+    for (size_t t = 0; t < T; t++) memcpy(st->b->to[t] + row, y + t * n_rows, n_rows * sizeof *y);
+}
+
 static void linear_piece(void *ctx, size_t i, int i_thread) {
     const linear_loop *l = ctx;
     const k3_engine *e = l->st->e;
     int j = 0;
-    (void)i_thread;
     while (i >= l->first[j + 1]) j++;
     const job *b = &l->jobs[j];
-    size_t n = tensor_cols(&e->files, b->t), n_rows = tensor_rows(&e->files, b->t);
     size_t row = (i - l->first[j]) * l->tile[j];
-    l->st->k->matmul_bf16(b->y + row, n_rows, e->layers[l->il].m[b->t] + row * n, n,
-                          tile_rows(row, n_rows, l->tile[j]), n, b->xp, l->T);
+    job_rows(l->st, b, e->layers[l->il].m[b->t] + row * tensor_cols(&e->files, b->t), row,
+             tile_rows(row, tensor_rows(&e->files, b->t), l->tile[j]), l->T, i_thread);
 }
 
 static void linear_resident(const step *st, uint32_t il, size_t T, const job *jobs, int n_jobs) {
@@ -2256,7 +2455,7 @@ static void linear_resident(const step *st, uint32_t il, size_t T, const job *jo
 
 /* Say where the step is, and hear whether to go on. */
 static int step_progress(step *st, uint32_t il) {
-    return engine_progress(st->e, K3_PHASE_COMPUTE, st->done, st->total,
+    return engine_progress(st->e, K3_PHASE_COMPUTE, st->p->done, st->p->total,
                            il < st->e->sh.n_layers ? (int)il : -1, st->err);
 }
 
@@ -2271,12 +2470,9 @@ typedef struct {
 
 static void stream_piece(void *ctx, size_t i, int i_thread) {
     const stream_loop *l = ctx;
-    const k3_engine *e = l->st->e;
-    size_t n = tensor_cols(&e->files, l->b->t), ldy = tensor_rows(&e->files, l->b->t);
     size_t row = i * l->tile;
-    (void)i_thread;
-    l->st->k->matmul_bf16(l->b->y + l->p->row + row, ldy, l->w + row * n, n,
-                          tile_rows(row, l->p->n_rows, l->tile), n, l->b->xp, l->T);
+    job_rows(l->st, l->b, l->w + row * tensor_cols(&l->st->e->files, l->b->t), l->p->row + row,
+             tile_rows(row, l->p->n_rows, l->tile), l->T, i_thread);
 }
 
 /* A streamed matrix, stretch by stretch as its rows arrive. */
@@ -2365,17 +2561,85 @@ static void situ_pack_rows(k3_engine *e, size_t T, float *hp, float *g, const fl
     loop_run(e, K3_PART_ROW, T, 2 * n, situ_pack_row, &l);
 }
 
-/* P[t] = the bf16 row of the embedding, widened, unscaled. Rows are read from disk. */
-static int embed(step *st, const uint32_t *ids) {
+/* ---- Rows and spans ---- */
+
+/* The running sum of row t of the part, and its block j. */
+static float *row_P(const step *st, size_t t) {
+    return st->b->rows.P + (st->p->at + st->t0 + t) * st->e->sh.hidden;
+}
+
+static float *row_block(const step *st, size_t j, size_t t) {
+    const stream_bufs *r = &st->b->rows;
+    return r->blocks + (j * r->n + st->p->at + st->t0 + t) * st->e->sh.hidden;
+}
+
+/* The span that a row of the pass belongs to. */
+static span *row_span(const step *st, size_t row) {
+    return &st->p->spans[st->b->rows.owner[st->p->at + row]];
+}
+
+static uint64_t row_pos(const span *x, size_t row) { return x->pos + (row - x->row); }
+
+static bool span_is_alive(const span *x) { return x->feed->status == 0; }
+
+/* One session's part of the pass is over; the others go on. Its rows are computed on, which changes no other row. */
+PRINTF_LIKE(3, 4) static void span_fail(const span *x, int status, const char *format, ...) {
+    va_list args;
+    if (!span_is_alive(x)) return;
+    va_start(args, format);
+    vsnprintf(x->feed->error.text, sizeof x->feed->error.text, format, args);
+    va_end(args);
+    x->feed->status = status;
+}
+
+static bool pass_is_alive(const k3_pass *p) {
+    for (uint32_t i = 0; i < p->n_spans; i++)
+        if (span_is_alive(&p->spans[i])) return true;
+    return false;
+}
+
+/* After a loop in which spans may have failed: is there one left? */
+static int pass_check(const step *st) {
+    if (pass_is_alive(st->p)) return 0;
+    const k3_feed *f = st->p->spans[0].feed;
+    return fail(st->err, f->status, "%s", f->error.text);
+}
+
+/* The part at work becomes rows [t0, t0 + n) of the pass. */
+static void part_begin(step *st, size_t t0, size_t n) {
+    size_t n_tiles = 0;
+    st->t0 = t0;
+    st->T = n;
+    st->n_cuts = 0;
+    for (uint32_t i = 0; i < st->p->n_spans; i++) {
+        const span *x = &st->p->spans[i];
+        size_t from = x->row > t0 ? x->row : t0, end = x->row + x->n < t0 + n ? x->row + x->n : t0 + n;
+        if (from >= end || !span_is_alive(x)) continue;
+        n_tiles += (end - from + MLA_TOK - 1) / MLA_TOK;
+        st->cuts[st->n_cuts++] = (part_cut){x, from - t0, end - from, row_pos(x, from), n_tiles};
+    }
+}
+
+/* Rows of the part that begins at row t0. */
+static size_t part_rows(const k3_pass *p, size_t t0) {
+    return p->n_rows - t0 < p->n_part ? p->n_rows - t0 : p->n_part;
+}
+
+/* P = the bf16 row of each id's embedding, widened, unscaled. Rows are read from disk. */
+static int embed(step *st) {
     k3_engine *e = st->e;
     uint64_t n = e->sh.hidden;
     const place *at = &e->files.at_model[T_EMBED];
-    for (size_t t = 0; t < st->T; t++) {
-        int rc = engine_read(e, at->shard, st->b->embed, n * sizeof(uint16_t),
-                             at->offset + ids[t] * n * sizeof(uint16_t),
-                             trunk_sum(e, e->sh.n_layers, T_EMBED, ids[t]), st->err);
-        if (rc < 0) return fail_in(st->err, rc, "embedding of id %u", ids[t]);
-        st->k->widen(st->b->P + t * n, st->b->embed, n);
+    st->t0 = 0;
+    for (uint32_t i = 0; i < st->p->n_spans; i++) {
+        const span *x = &st->p->spans[i];
+        for (size_t t = 0; t < x->n; t++) {
+            int rc = engine_read(e, at->shard, st->b->embed, n * sizeof(uint16_t),
+                                 at->offset + x->ids[t] * n * sizeof(uint16_t),
+                                 trunk_sum(e, e->sh.n_layers, T_EMBED, x->ids[t]), st->err);
+            if (rc < 0) return fail_in(st->err, rc, "embedding of id %u", x->ids[t]);
+            st->k->widen(row_P(st, x->row + t), st->b->embed, n);
+        }
     }
     return 0;
 }
@@ -2386,69 +2650,163 @@ static int embed(step *st, const uint32_t *ids) {
  * as decode, head by head. MLA is always the absorbed form over a cache of latent rows, whose
  * softmax is cut in blocks of 256 absolute positions so that chunking cannot show. Scores beyond
  * one block are recomputed rather than kept: scratch does not grow with the context.
+ *
+ * Rows that can be taken back (k3_session_cut) are not added to the KDA state but kept in the session's journal: what
+ * the state needs of them. Their outputs come from a copy of the state. The next pass first adds those that
+ * stayed. So cutting back copies nothing, and costs the recurrence twice, which is 0.4 % of a prompt.
  */
-static float *kda_history(const step *st, uint32_t il) {
-    const k3_shape *sh = &st->e->sh;
-    return st->s->state[il] + (size_t)sh->kda_heads * sh->kda_dim * sh->kda_dim;
+
+/* ---- KDA ---- */
+
+/* Channels of one projection, all heads. */
+static size_t kda_width(const k3_shape *sh) { return (size_t)sh->kda_heads * sh->kda_dim; }
+
+static float *kda_history(const k3_session *s, uint32_t il) {
+    const k3_shape *sh = &s->e->sh;
+    return s->state[il] + kda_width(sh) * sh->kda_dim;
 }
 
-/* The sample of channel row `t` (may be negative: history) of projection c. */
-static const float *kda_sample(const step *st, const float *history, int c, int64_t t) {
-    size_t n = (size_t)st->e->sh.kda_heads * st->e->sh.kda_dim;
-    return t >= 0 ? st->b->kda.raw[c] + (size_t)t * n
-                  : history + ((size_t)c * 3 + (size_t)(t + 3)) * n;
+/* The inputs of one layer's recurrence for one session: first the rows of its journal, then those of the part. */
+typedef struct {
+    const k3_session *s;
+    const float *history; /* [3][3][n], the three samples before the first row */
+    size_t n_old, n_new;  /* rows of the journal, of the part                  */
+    const float *raw[3], *f, *b; /* the part's: [n_new][n], [n_new][n], [n_new][heads] */
+    size_t n, heads;      /* channels                                          */
+    uint32_t il;
+    size_t n_kept;        /* rows that go into the state for good; the others can be taken back */
+} kda_rows;
+
+static float *journal_raw(const k3_session *s, uint32_t il, int c, size_t n) {
+    return s->journal[il] + (size_t)c * s->journal_rows * n;
 }
 
-/* silu(causal conv) of head h at position t of the chunk (K3-SPEC 3.3 step 2). */
-static void kda_conv(const step *st, uint32_t il, int c, size_t t, size_t h, float *y) {
+static float *journal_f(const k3_session *s, uint32_t il, size_t n) { return journal_raw(s, il, 3, n); }
+static float *journal_b(const k3_session *s, uint32_t il, size_t n) { return journal_raw(s, il, 4, n); }
+
+/* Raw sample i of projection c: below 0 from before the first row. */
+static const float *kda_sample(const kda_rows *r, int c, int64_t i) {
+    if (i < 0) return r->history + ((size_t)c * 3 + (size_t)(i + 3)) * r->n;
+    if ((size_t)i < r->n_old) return journal_raw(r->s, r->il, c, r->n) + (size_t)i * r->n;
+    return r->raw[c] + ((size_t)i - r->n_old) * r->n;
+}
+
+static const float *kda_f(const kda_rows *r, size_t i) {
+    return i < r->n_old ? journal_f(r->s, r->il, r->n) + i * r->n : r->f + (i - r->n_old) * r->n;
+}
+
+static float kda_b(const kda_rows *r, size_t i, size_t h) {
+    return i < r->n_old ? journal_b(r->s, r->il, r->n)[i * r->heads + h] : r->b[(i - r->n_old) * r->heads + h];
+}
+
+/* The cut's rows of session s, and those of its journal before them. `x` NULL: the journal up to its position. */
+static kda_rows kda_rows_of(const step *st, uint32_t il, k3_session *s, const part_cut *x) {
+    const kda_bufs *b = &st->b->kda;
+    uint64_t base = s->state_pos[il];
+    size_t n = kda_width(&st->e->sh), heads = st->e->sh.kda_heads, n_old = (size_t)((x ? x->pos : s->pos) - base);
+    kda_rows r = {.s = s, .history = kda_history(s, il), .n_old = n_old, .n = n, .heads = heads, .il = il};
+    r.n_kept = n_old;
+    if (!x) return r;
+    r.n_new = x->n;
+    for (int c = 0; c < 3; c++) r.raw[c] = b->raw[c] + x->t * n;
+    r.f = b->f + x->t * n;
+    r.b = b->b + x->t * heads;
+    uint64_t kept = x->x->kept;
+    r.n_kept = kept <= base ? 0 : kept - base < n_old + x->n ? (size_t)(kept - base) : n_old + x->n;
+    return r;
+}
+
+/* Up to KDA_TILE rows of one head, made ready for the recurrence; and a second state. */
+typedef struct {
+    float *q, *k, *v, *a, *out; /* [KDA_TILE][d] */
+    float *beta;                /* [KDA_TILE]    */
+    float *S;                   /* [d][d]        */
+} kda_tile;
+
+static void kda_tile_carve(kda_tile *k, float *local, size_t d) {
+    k->q = local;
+    k->k = k->q + KDA_TILE * d;
+    k->v = k->k + KDA_TILE * d;
+    k->a = k->v + KDA_TILE * d;
+    k->out = k->a + KDA_TILE * d;
+    k->S = k->out + KDA_TILE * d;
+    k->beta = k->S + d * d;
+}
+
+/* silu(causal conv) of head h at row i (K3-SPEC 3.3 step 2). */
+static void kda_conv(const step *st, const kda_rows *r, int c, size_t i, size_t h, float *y) {
     static const enum tensor conv[3] = {T_CONV_Q, T_CONV_K, T_CONV_V};
     size_t d = st->e->sh.kda_dim;
-    const float *history = kda_history(st, il), *r[4];
-    for (int j = 0; j < 4; j++) r[j] = kda_sample(st, history, c, (int64_t)t - 3 + j) + h * d;
-    st->k->conv_silu(y, r, st->e->layers[il].v[conv[c]] + h * d * 4, d);
+    const float *w[4];
+    for (int j = 0; j < 4; j++) w[j] = kda_sample(r, c, (int64_t)i - 3 + j) + h * d;
+    st->k->conv_silu(y, w, st->e->layers[r->il].v[conv[c]] + h * d * 4, d);
 }
 
-/* One head over all positions of the chunk. */
-static void kda_head(const step *st, uint32_t il, size_t h, float *local) {
+/* q, k, v, a and beta of rows [i0, i0 + n) of head h (K3-SPEC 3.3 steps 2 to 5). */
+static void kda_prepare(const step *st, const kda_rows *r, size_t h, size_t i0, size_t n, const kda_tile *to) {
     const k3_shape *sh = &st->e->sh;
     const k3_kernels *k = st->k;
-    const layer *ly = &st->e->layers[il];
-    const kda_bufs *b = &st->b->kda;
-    size_t d = sh->kda_dim, n = (size_t)sh->kda_heads * d;
-    float *q = local, *key = q + KDA_TILE * d, *val = key + KDA_TILE * d, *a = val + KDA_TILE * d;
-    float *beta = a + KDA_TILE * d, *S = st->s->state[il] + h * d * d;
+    const layer *ly = &st->e->layers[r->il];
+    size_t d = sh->kda_dim;
     float q_scale = (float)(1.0 / sqrt((double)d));
-    for (size_t t0 = 0; t0 < st->T; t0 += KDA_TILE) {
-        size_t n_tok = st->T - t0 < KDA_TILE ? st->T - t0 : KDA_TILE;
-        for (size_t i = 0; i < n_tok; i++) {
-            float *qi = q + i * d, *ki = key + i * d;
-            kda_conv(st, il, 0, t0 + i, h, qi);
-            kda_conv(st, il, 1, t0 + i, h, ki);
-            kda_conv(st, il, 2, t0 + i, h, val + i * d);
-            k->scale(qi, qi, 1.0f / sqrtf(k->dot(qi, qi, d) + 1e-6f), d);
-            k->scale(qi, qi, q_scale, d);
-            k->scale(ki, ki, 1.0f / sqrtf(k->dot(ki, ki, d) + 1e-6f), d);
-            k->kda_decay(a + i * d, b->f + (t0 + i) * n + h * d, ly->v[T_DT_BIAS] + h * d, ly->A[h],
-                         sh->gate_lower_bound, d);
-            beta[i] = k3_sigmoid(b->b[(t0 + i) * sh->kda_heads + h]);
-        }
-        k->kda(S, d, n_tok, a, key, q, val, d, beta, 1, b->att + t0 * n + h * d, n);
-        for (size_t t = t0; t < t0 + n_tok; t++) {
-            float *o = b->att + t * n + h * d;
-            rms(k, o, ly->v[T_O_NORM], d, sh->rms_eps);
-            k->mul_sigmoid(o, o, b->g + t * n + h * d, d);
-        }
+    for (size_t i = 0; i < n; i++) {
+        float *q = to->q + i * d, *key = to->k + i * d;
+        kda_conv(st, r, 0, i0 + i, h, q);
+        kda_conv(st, r, 1, i0 + i, h, key);
+        kda_conv(st, r, 2, i0 + i, h, to->v + i * d);
+        k->scale(q, q, 1.0f / sqrtf(k->dot(q, q, d) + 1e-6f), d);
+        k->scale(q, q, q_scale, d);
+        k->scale(key, key, 1.0f / sqrtf(k->dot(key, key, d) + 1e-6f), d);
+        k->kda_decay(to->a + i * d, kda_f(r, i0 + i) + h * d, ly->v[T_DT_BIAS] + h * d, ly->A[h],
+                     sh->gate_lower_bound, d);
+        to->beta[i] = k3_sigmoid(kda_b(r, i0 + i, h));
     }
 }
 
-/* Keep the last three raw samples of each projection. */
-static void kda_remember(const step *st, uint32_t il) {
-    size_t n = (size_t)st->e->sh.kda_heads * st->e->sh.kda_dim;
-    float *history = kda_history(st, il);
-    for (int c = 0; c < 3; c++)
+/* The recurrence over rows [i0, end) of head h (step 6), S carried. `o`: the outputs of the part's rows, kda_width
+ * floats apart; rows of the journal have given theirs before. */
+static void kda_scan(const step *st, const kda_rows *r, size_t h, size_t i0, size_t end, float *S, float *o,
+                     const kda_tile *b) {
+    size_t d = st->e->sh.kda_dim;
+    for (size_t i = i0, n; i < end; i += n) {
+        size_t stop = i < r->n_old && end > r->n_old ? r->n_old : end;
+        n = stop - i < KDA_TILE ? stop - i : KDA_TILE;
+        kda_prepare(st, r, h, i, n, b);
+        bool is_old = i < r->n_old;
+        st->k->kda(S, d, n, b->a, b->k, b->q, b->v, d, b->beta, 1, is_old ? b->out : o + (i - r->n_old) * r->n,
+                   is_old ? d : r->n);
+    }
+}
+
+/* One head: the rows that are kept into the state, the others from a copy of it. */
+static void kda_head(const step *st, const kda_rows *r, size_t h, float *o, float *local) {
+    size_t d = st->e->sh.kda_dim, n = r->n_old + r->n_new;
+    float *S = r->s->state[r->il] + h * d * d;
+    kda_tile b;
+    kda_tile_carve(&b, local, d);
+    kda_scan(st, r, h, 0, r->n_kept, S, o, &b);
+    if (r->n_kept == n) return;
+    memcpy(b.S, S, d * d * sizeof *S);
+    kda_scan(st, r, h, r->n_kept, n, b.S, o, &b);
+}
+
+/* What the next rows need: the last three samples before the rows that can be taken back, and those rows. */
+static void kda_remember(const kda_rows *r, k3_session *s) {
+    float *history = kda_history(s, r->il);
+    size_t n = r->n_old + r->n_new, first = r->n_kept > r->n_old ? r->n_kept : r->n_old;
+    size_t at = r->n_kept > r->n_old ? 0 : r->n_old - r->n_kept;
+    for (int c = 0; r->n_kept > 0 && c < 3; c++)
         for (int i = 0; i < 3; i++)
-            memmove(history + ((size_t)c * 3 + (size_t)i) * n,
-                    kda_sample(st, history, c, (int64_t)st->T - 3 + i), n * sizeof(float));
+            memmove(history + ((size_t)c * 3 + (size_t)i) * r->n, kda_sample(r, c, (int64_t)r->n_kept - 3 + i),
+                    r->n * sizeof(float));
+    for (size_t i = first; i < n; i++, at++) { /* none of these is in the journal yet */
+        for (int c = 0; c < 3; c++)
+            memcpy(journal_raw(s, r->il, c, r->n) + at * r->n, kda_sample(r, c, (int64_t)i), r->n * sizeof(float));
+        memcpy(journal_f(s, r->il, r->n) + at * r->n, kda_f(r, i), r->n * sizeof(float));
+        memcpy(journal_b(s, r->il, r->n) + at * r->heads, r->b + (i - r->n_old) * r->heads,
+               r->heads * sizeof(float));
+    }
+    s->state_pos[r->il] += r->n_kept;
 }
 
 /* The work of a loop over heads, or over tiles of heads and positions. */
@@ -2461,16 +2819,54 @@ static float *step_local(const step *st, int i_thread) {
     return st->b->local + (size_t)i_thread * st->b->local_floats;
 }
 
-static void kda_one_head(void *ctx, size_t h, int i_thread) {
+/* Head i % heads of cut i / heads. */
+static void kda_one_head(void *ctx, size_t i, int i_thread) {
     const head_loop *l = ctx;
-    kda_head(l->st, l->il, h, step_local(l->st, i_thread));
+    const step *st = l->st;
+    const k3_shape *sh = &st->e->sh;
+    const kda_bufs *b = &st->b->kda;
+    const part_cut *x = &st->cuts[i / sh->kda_heads];
+    size_t h = i % sh->kda_heads, d = sh->kda_dim, n = kda_width(sh), at = x->t * n + h * d;
+    kda_rows r = kda_rows_of(st, l->il, x->x->s, x);
+    kda_head(st, &r, h, b->att + at, step_local(st, i_thread));
+    for (size_t t = 0; t < x->n; t++) {
+        float *o = b->att + at + t * n;
+        rms(st->k, o, st->e->layers[l->il].v[T_O_NORM], d, sh->rms_eps);
+        st->k->mul_sigmoid(o, o, b->g + at + t * n, d);
+    }
+}
+
+/* What the journal of a session holds goes into its state; what could be taken back no longer can. */
+typedef struct {
+    const step *st;
+    k3_session *s;
+    uint32_t il;
+} settle_loop;
+
+static void settle_head(void *ctx, size_t h, int i_thread) {
+    const settle_loop *l = ctx;
+    kda_rows r = kda_rows_of(l->st, l->il, l->s, NULL);
+    kda_head(l->st, &r, h, NULL, step_local(l->st, i_thread));
+}
+
+static void session_settle(k3_session *s) {
+    k3_engine *e = s->e;
+    const k3_shape *sh = &e->sh;
+    step st = {.e = e, .b = e->scratch, .k = e->kern};
+    for (uint32_t il = 0; il < sh->n_layers; il++) {
+        if (sh->is_mla[il] || s->state_pos[il] >= s->pos) continue;
+        pool_run(e->pool, sh->kda_heads, (uint64_t)sh->kda_dim * sh->kda_dim, settle_head,
+                 &(settle_loop){&st, s, il});
+        kda_rows r = kda_rows_of(&st, il, s, NULL);
+        kda_remember(&r, s);
+    }
 }
 
 /* f = KDA(xp). Shapes: xp packed [T][hidden], f [T][hidden]. */
 static int kda(step *st, uint32_t il) {
     k3_engine *e = st->e;
     const kda_bufs *b = &st->b->kda;
-    size_t T = st->T, d = e->sh.kda_dim, n = (size_t)e->sh.kda_heads * d;
+    size_t T = st->T, d = e->sh.kda_dim, n = kda_width(&e->sh);
     const float *xp = st->b->xp;
     const job in[] = {{b->raw[0], T_KDA_Q, xp}, {b->raw[1], T_KDA_K, xp}, {b->raw[2], T_KDA_V, xp},
                       {b->g, T_KDA_G, xp},      {b->fa, T_F_A, xp},       {b->b, T_B, xp}};
@@ -2478,18 +2874,25 @@ static int kda(step *st, uint32_t il) {
     if (rc < 0) return rc;
     pack_rows(e, T, b->fap, b->fa, d, d);
     if ((rc = linear(st, il, T, &(job){b->f, T_F_B, b->fap}, 1)) < 0) return rc;
-    loop_run(e, K3_PART_ATTENTION, e->sh.kda_heads, T * d * d, kda_one_head, &(head_loop){st, il});
-    kda_remember(st, il);
+    loop_run(e, K3_PART_ATTENTION, st->n_cuts * e->sh.kda_heads, T / (st->n_cuts + !st->n_cuts) * d * d, kda_one_head,
+             &(head_loop){st, il});
+    for (uint32_t i = 0; i < st->n_cuts; i++) {
+        k3_session *s = st->cuts[i].x->s;
+        kda_rows r = kda_rows_of(st, il, s, &st->cuts[i]);
+        kda_remember(&r, s);
+    }
     pack_rows(e, T, b->attp, b->att, n, n);
     return linear(st, il, T, &(job){st->b->f, T_KDA_O, b->attp}, 1);
 }
 
 /* ---- MLA ---- */
 
-/* One thread's attention: nh heads from h0 at nt positions from t0 of the chunk. Query q of the
- * tile is position q / nh, head q % nh. */
+/* One thread's attention: nh heads from h0 at nt rows from t0 of the part, all of one session, the first at
+ * position pos. Query q of the tile is row q / nh, head q % nh. */
 typedef struct {
     const step *st;
+    const k3_session *s;
+    uint64_t pos;
     uint32_t il;
     size_t h0, nh, t0, nt;
     size_t row;              /* floats of a cache row: k3_pad(kv_lora + rope)  */
@@ -2508,7 +2911,7 @@ static void mla_tile_carve(mla_tile *a, float *local) {
     bump b = {(uint8_t *)local, 0};
     a->row = k3_pad(sh->kv_lora + sh->rope_dim);
     a->lora = k3_pad(sh->kv_lora);
-    a->cache = a->st->s->state[a->il];
+    a->cache = a->s->state[a->il];
     a->qabs = bump_f32(&b, MLA_TOK * sh->kv_lora);
     a->plain = bump_f32(&b, a->row);
     a->qp = bump_f32(&b, MLA_ROWS * a->row);
@@ -2545,7 +2948,7 @@ static void mla_queries(const mla_tile *a) {
 
 /* How many positions of block b query position ti may see: 0..256. */
 static size_t mla_visible(const mla_tile *a, size_t ti, size_t b) {
-    uint64_t end = a->st->pos + a->t0 + ti + 1, begin = (uint64_t)b * MLA_BLOCK;
+    uint64_t end = a->pos + ti + 1, begin = (uint64_t)b * MLA_BLOCK;
     if (end <= begin) return 0;
     return end - begin < MLA_BLOCK ? (size_t)(end - begin) : MLA_BLOCK;
 }
@@ -2621,7 +3024,7 @@ static void mla_attend(const mla_tile *a) {
 #define ONES64 ONES8, ONES8, ONES8, ONES8, ONES8, ONES8, ONES8, ONES8
         ONES64, ONES64, ONES64, ONES64};
     STATIC_ASSERT(ones_fill_a_block, MLA_BLOCK == 4 * 64);
-    size_t n_blocks = (size_t)((a->st->pos + a->t0 + a->nt - 1) / MLA_BLOCK) + 1;
+    size_t n_blocks = (size_t)((a->pos + a->nt - 1) / MLA_BLOCK) + 1;
     mla_queries(a);
     mla_maxima(a, n_blocks);
     for (size_t b = 0; b < n_blocks; b++) {
@@ -2638,9 +3041,11 @@ static void mla_latent(void *ctx, size_t t, int i_thread) {
     const k3_shape *sh = &st->e->sh;
     size_t n = sh->kv_lora + sh->rope_dim, row = k3_pad(n);
     float *kv = st->b->mla.kv + t * n;
+    const span *x = row_span(st, st->t0 + t);
     (void)i_thread;
+    if (!span_is_alive(x)) return;
     rms(st->k, kv, st->e->layers[l->il].v[T_KV_A_NORM], sh->kv_lora, sh->eps_lora);
-    st->k->pack(st->s->state[l->il] + (st->pos + t) * row, 1, 0, kv, n);
+    st->k->pack(x->s->state[l->il] + row_pos(x, st->t0 + t) * row, 1, 0, kv, n);
 }
 
 /* Norm the query latent and the new cache rows. */
@@ -2653,26 +3058,30 @@ static void mla_latents(step *st, uint32_t il) {
     loop_run(e, K3_PART_ROW, st->T, sh->kv_lora, mla_latent, &(head_loop){st, il});
 }
 
-static size_t mla_token_tiles(const step *st) { return (st->T + MLA_TOK - 1) / MLA_TOK; }
+/* Tiles of MLA_TOK rows, those of one session. */
+static size_t mla_row_tiles(const step *st) { return st->n_cuts ? st->cuts[st->n_cuts - 1].n_tiles : 0; }
 
-/* One tile of heads and positions. */
+/* One tile of heads and rows. */
 static void mla_one_tile(void *ctx, size_t i, int i_thread) {
     const head_loop *l = ctx;
     step *st = l->st;
-    size_t n_tok = mla_token_tiles(st), n_heads = st->e->sh.n_heads;
-    mla_tile a = {.st = st, .il = l->il};
-    a.h0 = i / n_tok * MLA_HEADS;
-    a.t0 = i % n_tok * MLA_TOK;
+    size_t n_tiles = mla_row_tiles(st), n_heads = st->e->sh.n_heads, i_tile = i % n_tiles, first = 0;
+    const part_cut *x = st->cuts;
+    for (; i_tile >= x->n_tiles; x++) first = x->n_tiles;
+    size_t from = (i_tile - first) * MLA_TOK; /* row of it */
+    mla_tile a = {.st = st, .il = l->il, .s = x->x->s, .pos = x->pos + from};
+    a.h0 = i / n_tiles * MLA_HEADS;
+    a.t0 = x->t + from;
     a.nh = n_heads - a.h0 < MLA_HEADS ? n_heads - a.h0 : MLA_HEADS;
-    a.nt = st->T - a.t0 < MLA_TOK ? st->T - a.t0 : MLA_TOK;
+    a.nt = x->n - from < MLA_TOK ? x->n - from : MLA_TOK;
     mla_tile_carve(&a, step_local(st, i_thread));
     mla_attend(&a);
 }
 
-/* All heads over all positions of the chunk. */
+/* All heads over all rows of the part. */
 static void mla_heads(step *st, uint32_t il) {
     size_t n_groups = (st->e->sh.n_heads + MLA_HEADS - 1) / MLA_HEADS;
-    loop_run(st->e, K3_PART_ATTENTION, n_groups * mla_token_tiles(st), 100000, mla_one_tile,
+    loop_run(st->e, K3_PART_ATTENTION, n_groups * mla_row_tiles(st), 100000, mla_one_tile,
              &(head_loop){st, il});
 }
 
@@ -2738,37 +3147,38 @@ static int64_t route(const k3_kernels *k, const k3_shape *sh, float *logit, cons
     return -1;
 }
 
-/* The work of the router's loop; `bad` is position << 32 | expert of the first score that is not finite. */
-typedef struct {
-    step *st;
-    uint32_t il;
-    uint64_t bad;
-} router_loop;
-
 static void router_row(void *ctx, size_t t, int i_thread) {
-    router_loop *l = ctx;
+    const head_loop *l = ctx;
     const step *st = l->st;
     const k3_shape *sh = &st->e->sh;
+    const pair_bufs *b = &st->b->pair;
+    size_t row = st->t0 + t;
     (void)i_thread;
+    if (!span_is_alive(row_span(st, row))) return;
     int64_t ie =
         route(st->k, sh, st->b->moe.router + t * sh->n_experts, st->e->layers[l->il].v[T_ROUTER_BIAS],
-              st->b->pick + t * sh->top_k, st->b->pick_w + t * sh->top_k);
-    if (ie >= 0) pool_min(&l->bad, (uint64_t)t << 32 | (uint64_t)ie);
+              b->pick + row * sh->top_k, b->pick_w + row * sh->top_k);
+    b->is_bad[row] = ie >= 0;
+    if (ie >= 0) b->pick[row * sh->top_k] = (uint32_t)ie; /* for who says so */
 }
 
+/* Choose the experts of each row of the part. */
 static int router(step *st, uint32_t il) {
     const k3_shape *sh = &st->e->sh;
-    const struct scratch *b = st->b;
-    router_loop l = {st, il, UINT64_MAX};
-    loop_run(st->e, K3_PART_ROW, st->T, 4 * sh->n_experts, router_row, &l);
-    if (l.bad != UINT64_MAX)
-        return fail(st->err, K3_ENUMERIC,
-                    "layer %u, router: the score of expert %u at position %llu is NaN or infinite",
-                    il, (uint32_t)l.bad, (unsigned long long)(st->pos + (l.bad >> 32)));
-    for (size_t t = 0; st->s->route && t < st->T; t++)
-        st->s->route(st->s->route_user, st->pos + t, il, sh->top_k, b->pick + t * sh->top_k,
-                     b->pick_w + t * sh->top_k);
-    return 0;
+    const pair_bufs *b = &st->b->pair;
+    loop_run(st->e, K3_PART_ROW, st->T, 4 * sh->n_experts, router_row, &(head_loop){st, il});
+    for (size_t row = st->t0; row < st->t0 + st->T; row++) {
+        const span *x = row_span(st, row);
+        if (!span_is_alive(x)) continue;
+        if (b->is_bad[row])
+            span_fail(x, K3_ENUMERIC,
+                      "layer %u, router: the score of expert %u at position %llu is NaN or infinite", il,
+                      b->pick[row * sh->top_k], (unsigned long long)row_pos(x, row));
+        else if (x->s->route)
+            x->s->route(x->s->route_user, row_pos(x, row), il, sh->top_k, b->pick + row * sh->top_k,
+                        b->pick_w + row * sh->top_k);
+    }
+    return pass_check(st);
 }
 
 /* ==== 11. Experts ====================================================================
@@ -2789,26 +3199,30 @@ static int router(step *st, uint32_t il) {
  *     slot ------- arrived: computed ----------------------------> is_computed
  */
 
-/* Sort the picks of the chunk by expert. Returns the number of distinct experts; n_of[] becomes
- * each expert's number of pairs. */
+/* Sort the picks of the pass by expert, without the rows of sessions that have ended. Returns the number of distinct
+ * experts; n_of[] becomes each expert's number of pairs. */
 static uint32_t experts_sort(step *st) {
     const k3_shape *sh = &st->e->sh;
     struct scratch *b = st->b;
-    size_t n_pairs = st->T * sh->top_k;
+    const pair_bufs *p = &b->pair;
     uint32_t n = 0, first = 0;
     memset(b->n_of, 0, sh->n_experts * sizeof *b->n_of);
-    for (size_t i = 0; i < n_pairs; i++) b->n_of[b->pick[i]]++;
+    for (size_t row = 0; row < st->p->n_rows; row++) {
+        p->is_bad[row] = !span_is_alive(row_span(st, row));
+        for (uint32_t j = 0; !p->is_bad[row] && j < sh->top_k; j++) b->n_of[p->pick[row * sh->top_k + j]]++;
+    }
     for (uint32_t ie = 0; ie < sh->n_experts; ie++) {
         if (b->n_of[ie] == 0) continue;
         b->routed[n] = (routed){.ie = ie, .task.first = first};
         first += b->n_of[ie];
         b->n_of[ie] = n++; /* for now: the expert's place in routed[] */
     }
-    for (size_t i = 0; i < n_pairs; i++) {
-        routed *r = &b->routed[b->n_of[b->pick[i]]];
-        b->pair_t[r->task.first + r->task.n] = (uint32_t)(i / sh->top_k);
-        b->pair_w[r->task.first + r->task.n++] = b->pick_w[i];
-        r->weight += b->pick_w[i];
+    for (size_t i = 0; i < st->p->n_rows * sh->top_k; i++) {
+        if (p->is_bad[i / sh->top_k]) continue;
+        routed *r = &b->routed[b->n_of[p->pick[i]]];
+        p->pair_t[r->task.first + r->task.n] = (uint32_t)(i / sh->top_k);
+        p->pair_w[r->task.first + r->task.n++] = p->pick_w[i];
+        r->weight += p->pick_w[i];
     }
     memset(b->n_of, 0, sh->n_experts * sizeof *b->n_of);
     for (uint32_t x = 0; x < n; x++) b->n_of[b->routed[x].ie] = b->routed[x].task.n;
@@ -2821,22 +3235,39 @@ static int experts_compute(step *st, uint32_t il, uint32_t n_batch) {
     const k3_shape *sh = &e->sh;
     const struct scratch *b = st->b;
     const moe_bufs *m = &b->moe;
-    const routed *bad = NULL;
-    expert_batch all = {FORMAT,
-                        {st->k, sh->latent, sh->expert_inter, sh->situ_beta, sh->situ_linear_beta},
-                        e->pool,   e->n_threads, st->T,    m->z,     m->zp,    b->pair_t,
-                        b->pair_w, m->Q,         m->zpair, m->hpair, b->local, b->local_floats};
+    const pair_bufs *p = &b->pair;
+    bool has_bad = false;
+    expert_batch all = {.format = FORMAT,
+                        .math = {st->k, sh->latent, sh->expert_inter, sh->situ_beta, sh->situ_linear_beta},
+                        .pool = e->pool,
+                        .n_threads = e->n_threads,
+                        .n_rows = st->p->n_rows,
+                        .z = p->z,
+                        .zp = m->zp,
+                        .pair_row = p->pair_t,
+                        .pair_w = p->pair_w,
+                        .Q = p->Q,
+                        .is_bad = p->is_bad,
+                        .zpair = m->zpair,
+                        .hpair = m->hpair,
+                        .local = b->local,
+                        .local_floats = b->local_floats};
     for (uint32_t x = 0; x < n_batch; x++) b->task[x] = &b->batch[x]->task;
     uint64_t start = e->opt.is_timed ? clock_ns() : 0, busy = pool_busy_ns(e->pool);
     experts_batch(&all, b->task, n_batch);
     if (start) part_note(st->e, K3_PART_EXPERT, start, busy);
-    for (uint32_t x = 0; x < n_batch; x++)
-        if (b->batch[x]->task.bad_row != UINT64_MAX && (!bad || b->batch[x]->ie < bad->ie))
-            bad = b->batch[x];
-    if (!bad) return 0;
-    return fail(st->err, K3_ENUMERIC,
-                "layer %u, expert %u: output %llu is NaN or not below 2^17 in size", il, bad->ie,
-                (unsigned long long)bad->task.bad_row);
+    for (uint32_t x = 0; x < n_batch; x++) {
+        const expert_task *t = &b->batch[x]->task;
+        has_bad = has_bad || t->bad_row != UINT64_MAX;
+        for (uint32_t j = 0; t->bad_row != UINT64_MAX && j < t->n; j++) {
+            uint32_t row = p->pair_t[t->first + j];
+            if (p->is_bad[row])
+                span_fail(row_span(st, row), K3_ENUMERIC,
+                          "layer %u, expert %u: output %llu is NaN or not below 2^17 in size", il,
+                          b->batch[x]->ie, (unsigned long long)t->bad_row);
+        }
+    }
+    return has_bad ? pass_check(st) : 0;
 }
 
 /* ---- Far boxes ----
@@ -2865,7 +3296,7 @@ static void far_begin(step *st) {
 /* An expert that is not here: does a box take it? */
 static bool far_ask(step *st, uint32_t il, routed *r) {
     tier *far = st->e->far;
-    const struct scratch *b = st->b;
+    const pair_bufs *b = &st->b->pair;
     if (!far) return false;
     r->is_far = tier_ask(far, il, r->ie, r->task.n, b->pair_t + r->task.first,
                          b->pair_w + r->task.first);
@@ -2904,9 +3335,9 @@ static void far_send(step *st) {
     if (here > FAR_MOST_NS) here = FAR_MOST_NS;
     st->is_audit = far_draw(e);
     for (uint32_t i = 0; st->is_audit && i < e->n_far_boxes; i++)
-        memset(far_sums(e, i), 0, st->T * e->sh.latent * sizeof *e->far_sums);
+        memset(far_sums(e, i), 0, st->p->n_rows * e->sh.latent * sizeof *e->far_sums);
     e->stats.far_audits += st->is_audit;
-    tier_send(e->far, st->b->moe.z, clock_ns() + (here > least ? here : least));
+    tier_send(e->far, st->b->pair.z, clock_ns() + (here > least ? here : least));
 }
 
 /* Slots that are empty fill up with what boxes serve, one at a time and when the disk is asked for
@@ -2964,7 +3395,7 @@ static void far_settled(void *user, uint32_t ie, int box) {
 static uint32_t far_join(step *st, bool waits) {
     uint32_t n_far = st->n_far, n_rest = st->n_queue + st->n_audit;
     const k3_engine *e = st->e;
-    int64_t *Q = st->is_audit ? e->far_sums : st->b->moe.Q;
+    int64_t *Q = st->is_audit ? e->far_sums : st->b->pair.Q;
     size_t apart = st->is_audit ? (size_t)e->far_rows * e->sh.latent : 0;
     if (n_far > 0) tier_join(e->far, waits, Q, apart, far_settled, st);
     return n_far - st->n_far - (st->n_queue + st->n_audit - n_rest);
@@ -2973,8 +3404,8 @@ static uint32_t far_join(step *st, bool waits) {
 /* One box's experts are all in Q, computed here. Not what it should have become? Then it lied. */
 static void far_compare(step *st) {
     const k3_engine *e = st->e;
-    size_t n = st->T * e->sh.latent * sizeof *e->far_sums;
-    if (st->i_audit < 0 || memcmp(far_sums(e, (uint32_t)st->i_audit), st->b->moe.Q, n) == 0) return;
+    size_t n = st->p->n_rows * e->sh.latent * sizeof *e->far_sums;
+    if (st->i_audit < 0 || memcmp(far_sums(e, (uint32_t)st->i_audit), st->b->pair.Q, n) == 0) return;
     tier_ban(e->far, (uint32_t)st->i_audit);
     st->e->stats.far_lies++;
 }
@@ -3003,18 +3434,21 @@ static void far_audit(step *st) {
         st->n_audit--;
     }
     int64_t *said = far_sums(st->e, (uint32_t)st->i_audit);
-    for (size_t i = 0; i < st->T * st->e->sh.latent; i++) said[i] += b->moe.Q[i];
+    for (size_t i = 0; i < st->p->n_rows * st->e->sh.latent; i++) said[i] += b->pair.Q[i];
 }
 
 /* All sums of an audited layer are computed here, so this layer is right: ban boxes that said otherwise. An
  * earlier layer of an unverified session may have used wrong answers, which nothing can mend afterwards. */
 static int far_judge(step *st, uint32_t il) {
-    st->s->is_unverified = st->s->is_unverified || st->is_unseen;
     far_compare(st);
-    int rc = far_trust(st->s, st->err);
-    return rc < 0
-               ? fail_in(st->err, rc, "layer %u at position %llu", il, (unsigned long long)st->pos)
-               : 0;
+    for (uint32_t i = 0; i < st->p->n_spans; i++) {
+        const span *x = &st->p->spans[i];
+        k3_error why;
+        x->s->is_unverified = x->s->is_unverified || st->is_unseen;
+        if (far_trust(x->s, &why) < 0)
+            span_fail(x, K3_ECHECK, "layer %u at position %llu: %s", il, (unsigned long long)x->pos, why.text);
+    }
+    return pass_check(st);
 }
 
 /* The mean with one more sample in it. A program that was stopped for an hour learns nothing by it. */
@@ -3162,6 +3596,7 @@ static void ahead_list(step *st, uint32_t il) {
     for (size_t t = 0; t < st->T; t++) {
         uint32_t id[K3_MAX_TOP_K];
         float w[K3_MAX_TOP_K];
+        if (!span_is_alive(row_span(st, st->t0 + t))) continue;
         if (route(st->k, sh, logit + t * sh->n_experts, e->layers[il].v[T_ROUTER_BIAS], id, w) >= 0)
             continue; /* the step itself will say so, if it is still there */
         for (uint32_t i = 0; i < sh->top_k; i++) b->guess[id[i]] += w[i];
@@ -3215,12 +3650,12 @@ static void experts_begin(step *st, uint32_t il) {
     experts_fetch(st, il);
 }
 
-/* Q = the weighted expert sum of every position of the chunk. */
+/* Q = the weighted expert sum of every row of the pass. */
 static int experts(step *st, uint32_t il) {
     k3_engine *e = st->e;
     struct scratch *b = st->b;
     bool has_listed = false;
-    memset(b->moe.Q, 0, st->T * e->sh.latent * sizeof *b->moe.Q);
+    memset(b->pair.Q, 0, st->p->n_rows * e->sh.latent * sizeof *b->pair.Q);
     for (uint32_t n_left = st->n_routed; n_left > 0;) {
         uint64_t seen = disk_changes(&e->io);
         experts_fetch(st, il);
@@ -3261,43 +3696,58 @@ static int experts(step *st, uint32_t il) {
     return far_judge(st, il);
 }
 
-/* r = Q as floats, for one position. */
+/* r = Q as floats, for one row. */
 static void moe_sum_row(void *ctx, size_t t, int i_thread) {
     const step *st = ctx;
     size_t lat = st->e->sh.latent;
     (void)i_thread;
-    st->k->q40_f32(st->b->moe.r + t * lat, st->b->moe.Q + t * lat, lat);
+    st->k->q40_f32(st->b->moe.r + t * lat, st->b->pair.Q + (st->t0 + t) * lat, lat);
 }
 
-/* f = f + shared(x), for one position. */
+/* f = f + shared(x), for one row. */
 static void moe_add_row(void *ctx, size_t t, int i_thread) {
     const step *st = ctx;
     size_t H = st->e->sh.hidden;
     (void)i_thread;
-    st->k->add(st->b->f + t * H, st->b->moe.up + t * H, H);
+    st->k->add(st->b->f + t * H, st->b->pair.up + (st->t0 + t) * H, H);
 }
 
-/* f = up(rms(r)) + shared(x) (K3-SPEC 3.5). */
-static int moe(step *st, uint32_t il) {
+/* K3-SPEC 3.5 up to the experts: each row's choice, z = down(x) and shared(x). After the last part the pass's experts
+ * are asked for before anything else is computed. */
+static int moe_begin(step *st, uint32_t il) {
     k3_engine *e = st->e;
     const moe_bufs *b = &st->b->moe;
-    size_t T = st->T, lat = e->sh.latent;
+    const pair_bufs *p = &st->b->pair;
+    size_t T = st->T, lat = e->sh.latent, H = e->sh.hidden;
+    bool is_last = st->t0 + T == st->p->n_rows;
     const float *xp = st->b->xp;
     int rc = linear(st, il, T, &(job){b->router, T_ROUTER, xp}, 1);
     if (rc < 0 || (rc = router(st, il)) < 0) return rc;
-    experts_begin(st, il);
-    const job in[] = {{b->z, T_LAT_DOWN, xp}, {b->sg, T_SH_GATE, xp}, {b->su, T_SH_UP, xp}};
-    int n_first = st->n_far > 0 ? 1 : 3; /* boxes are waiting for z */
+    if (is_last) experts_begin(st, il);
+    const job in[] = {{p->z + st->t0 * lat, T_LAT_DOWN, xp}, {b->sg, T_SH_GATE, xp}, {b->su, T_SH_UP, xp}};
+    int n_first = is_last && st->n_far > 0 ? 1 : 3; /* boxes are waiting for z */
     if ((rc = linear(st, il, T, in, n_first)) < 0) return rc;
-    far_send(st);
+    if (is_last) far_send(st);
     if ((rc = linear(st, il, T, in + n_first, 3 - n_first)) < 0) return rc;
     situ_pack_rows(e, T, b->shp, b->sg, b->su, e->sh.shared_inter);
-    if ((rc = linear(st, il, T, &(job){b->up, T_SH_DOWN, b->shp}, 1)) < 0) return rc;
-    pack_rows(e, T, b->zp, b->z, lat, lat);
-    if ((rc = experts(st, il)) < 0) return rc;
+    return linear(st, il, T, &(job){p->up + st->t0 * H, T_SH_DOWN, b->shp}, 1);
+}
+
+/* The experts of all parts. */
+static int moe_experts(step *st, uint32_t il) {
+    if (st->p->n_rows == 1) pack_rows(st->e, 1, st->b->moe.zp, st->b->pair.z, st->e->sh.latent, st->e->sh.latent);
+    return experts(st, il);
+}
+
+/* f = up(rms(r)) + shared(x), r the experts' sum. */
+static int moe_end(step *st, uint32_t il) {
+    k3_engine *e = st->e;
+    const moe_bufs *b = &st->b->moe;
+    size_t T = st->T, lat = e->sh.latent;
     loop_run(e, K3_PART_ROW, T, lat / 4, moe_sum_row, st);
     rms_pack_rows(e, T, b->rp, b->r, lat, e->layers[il].v[T_LAT_NORM], lat, e->sh.rms_eps);
-    if ((rc = linear(st, il, T, &(job){st->b->f, T_LAT_UP, b->rp}, 1)) < 0) return rc;
+    int rc = linear(st, il, T, &(job){st->b->f, T_LAT_UP, b->rp}, 1);
+    if (rc < 0) return rc;
     loop_run(e, K3_PART_ROW, T, e->sh.hidden / 8, moe_add_row, st);
     return 0;
 }
@@ -3318,18 +3768,18 @@ static int dense(step *st, uint32_t il) {
  * boundary; every sublayer reads a softmax mix of the finished blocks and P.
  */
 
-/* out = MIX(blocks, P; u) for position t (K3-SPEC 3.1). out must not be P. */
+/* out = MIX(blocks, P; u) for row t of the part (K3-SPEC 3.1). out must not be P. */
 static void mix(const step *st, size_t t, const float *u, float *out) {
     const k3_kernels *k = st->k;
     size_t H = st->e->sh.hidden, n = st->n_blocks;
-    const float *P = st->b->P + t * H;
+    const float *P = row_P(st, t);
     if (n == 0) {
         memcpy(out, P, H * sizeof *out);
         return;
     }
     float p[K3_MAX_LAYERS + 1];
     for (size_t j = 0; j <= n; j++) {
-        const float *V = j < n ? st->b->blocks + (j * (size_t)st->e->chunk + t) * H : P;
+        const float *V = j < n ? row_block(st, j, t) : P;
         p[j] = k->dot(V, u, H) * rms_scale(k, V, H, st->e->sh.rms_eps);
     }
     float m = p[0];
@@ -3340,7 +3790,7 @@ static void mix(const step *st, size_t t, const float *u, float *out) {
         total = j == 0 ? p[0] : total + p[j];
     }
     for (size_t j = 0; j <= n; j++) {
-        const float *V = j < n ? st->b->blocks + (j * (size_t)st->e->chunk + t) * H : P;
+        const float *V = j < n ? row_block(st, j, t) : P;
         if (j == 0)
             k->scale(out, V, p[0] / total, H);
         else
@@ -3348,38 +3798,38 @@ static void mix(const step *st, size_t t, const float *u, float *out) {
     }
 }
 
-/* The work of a loop over positions t0.. of the chunk. */
+/* The work of a loop over the part's rows, or over those that `at` lists. */
 typedef struct {
     const step *st;
-    size_t t0, n_rows;
+    const uint32_t *at; /* rows of the part; NULL: all of them */
+    size_t n_rows;
     const float *u, *norm;
     bool is_first;
     uint32_t il;
-    uint64_t bad; /* first position whose residual is not finite */
 } pos_loop;
 
 static void mix_pack_row(void *ctx, size_t i, int i_thread) {
     const pos_loop *l = ctx;
     const step *st = l->st;
     size_t H = st->e->sh.hidden;
-    float *x = st->b->x + (l->t0 + i) * H;
+    float *x = st->b->x + i * H;
     (void)i_thread;
-    mix(st, l->t0 + i, l->u, x);
+    mix(st, l->at ? l->at[i] : i, l->u, x);
     rms(st->k, x, l->norm, H, st->e->sh.rms_eps);
     st->k->pack(st->b->xp, l->n_rows, i, x, H);
 }
 
-/* xp = packed rms(MIX(blocks, P; u); norm): the input of a sublayer, for positions t0.. */
-static void mix_pack_rows(const step *st, size_t t0, size_t n_rows, const float *u,
+/* xp = packed rms(MIX(blocks, P; u); norm): the input of a sublayer, for the part's rows, or n_rows that are listed. */
+static void mix_pack_rows(const step *st, const uint32_t *at, size_t n_rows, const float *u,
                           const float *norm) {
-    pos_loop l = {.st = st, .t0 = t0, .n_rows = n_rows, .u = u, .norm = norm};
+    pos_loop l = {.st = st, .at = at, .n_rows = n_rows, .u = u, .norm = norm};
     loop_run(st->e, K3_PART_ROW, n_rows, (st->n_blocks + 2) * st->e->sh.hidden / 2, mix_pack_row, &l);
 }
 
 static void residual_row(void *ctx, size_t t, int i_thread) {
     const pos_loop *l = ctx;
     size_t H = l->st->e->sh.hidden;
-    float *P = l->st->b->P + t * H;
+    float *P = row_P(l->st, t);
     (void)i_thread;
     if (l->is_first)
         memcpy(P, l->st->b->f + t * H, H * sizeof *P);
@@ -3393,86 +3843,129 @@ static void residual(const step *st, bool is_first) {
     loop_run(st->e, K3_PART_ROW, st->T, st->e->sh.hidden / 8, residual_row, &l);
 }
 
-static void push_block(step *st) {
-    size_t H = st->e->sh.hidden;
-    memcpy(st->b->blocks + (size_t)st->n_blocks * (size_t)st->e->chunk * H, st->b->P,
-           st->T * H * sizeof(float));
-    st->n_blocks++;
+/* The part's rows of P become block n_blocks, which counts once all parts have it. */
+static void push_block(const step *st) {
+    memcpy(row_block(st, st->n_blocks, 0), row_P(st, 0), st->T * st->e->sh.hidden * sizeof(float));
 }
 
 static void layer_check_row(void *ctx, size_t t, int i_thread) {
-    pos_loop *l = ctx;
+    const pos_loop *l = ctx;
     const step *st = l->st;
-    size_t H = st->e->sh.hidden;
-    const float *P = st->b->P + t * H;
+    size_t H = st->e->sh.hidden, row = st->t0 + t;
+    const float *P = row_P(st, t);
     (void)i_thread;
-    if (!st->k->is_finite(P, H))
-        pool_min(&l->bad, t);
-    else if (st->s->trace)
-        st->b->trace[t * st->e->sh.n_layers + l->il] = k3_fnv1a(K3_FNV_BASIS, P, H * sizeof *P);
+    st->b->pair.is_bad[row] = !st->k->is_finite(P, H);
+    if (row_span(st, row)->s->trace)
+        st->b->rows.trace[(st->p->at + row) * st->e->sh.n_layers + l->il] =
+            k3_fnv1a(K3_FNV_BASIS, P, H * sizeof *P);
 }
 
-/* P is finite, or the layer is named; with tracing on, its hash is kept. */
+/* P is finite in every row, or its session ends; with tracing on, its hash is kept. */
 static int layer_check(step *st, uint32_t il) {
-    pos_loop l = {.st = st, .il = il, .bad = UINT64_MAX};
+    pos_loop l = {.st = st, .il = il};
     loop_run(st->e, K3_PART_ROW, st->T, st->e->sh.hidden / 8, layer_check_row, &l);
-    if (l.bad == UINT64_MAX) return 0;
-    return fail(st->err, K3_ENUMERIC, "layer %u: the residual at position %llu is NaN or infinite",
-                il, (unsigned long long)(st->pos + l.bad));
+    for (size_t row = st->t0; row < st->t0 + st->T; row++) {
+        const span *x = row_span(st, row);
+        if (st->b->pair.is_bad[row])
+            span_fail(x, K3_ENUMERIC, "layer %u: the residual at position %llu is NaN or infinite", il,
+                      (unsigned long long)row_pos(x, row));
+    }
+    return pass_check(st);
 }
 
-/* One layer over the chunk, as K3-SPEC 3.0 writes it. */
-static int forward_layer(step *st, uint32_t il) {
+/* Hand out the part's rows after layer il to sessions that have a tap there. */
+static void layer_taps(const step *st, uint32_t il) {
+    for (uint32_t i = 0; i < st->n_cuts; i++) {
+        const k3_session *s = st->cuts[i].x->s;
+        for (uint32_t j = 0; s->on_tap && j < s->n_taps; j++) {
+            for (size_t t = st->cuts[i].t, n = 0; s->tap[j] == il && n < st->cuts[i].n; t++, n++) {
+                float *x = s->taps_mix ? st->b->x : row_P(st, t);
+                if (s->taps_mix) mix(st, t, st->e->layers[il + 1].u_att, x);
+                s->on_tap(s->tap_user, st->cuts[i].pos + n, j, x);
+            }
+        }
+    }
+}
+
+/* One part through the first half of a layer and, where it is dense, through the second; up to the experts where it is
+ * not. As K3-SPEC 3.0 writes it. */
+static int layer_part(step *st, uint32_t il) {
     const k3_shape *sh = &st->e->sh;
     const layer *ly = &st->e->layers[il];
-    bool is_push = il % sh->block_size == 0;
+    bool is_push = il % sh->block_size == 0, is_dense = il < sh->n_dense;
+    uint32_t n_blocks = st->n_blocks;
     int rc;
 
-    mix_pack_rows(st, 0, st->T, ly->u_att, ly->v[T_IN_NORM]); /* x = rms(MIX(blocks, P))  */
-    if (is_push) push_block(st);                              /* the raw P, not x         */
-    rc = sh->is_mla[il] ? mla(st, il) : kda(st, il);          /* f = attention(x)         */
+    mix_pack_rows(st, NULL, st->T, ly->u_att, ly->v[T_IN_NORM]); /* x = rms(MIX(blocks, P))  */
+    if (is_push) push_block(st);                                 /* the raw P, not x         */
+    rc = sh->is_mla[il] ? mla(st, il) : kda(st, il);             /* f = attention(x)         */
     if (rc < 0) return rc;
-    residual(st, is_push);                                    /* P = f, or P + f          */
+    residual(st, is_push);                                       /* P = f, or P + f          */
 
-    mix_pack_rows(st, 0, st->T, ly->u_mlp, ly->v[T_POST_NORM]);
-    rc = il < sh->n_dense ? dense(st, il) : moe(st, il);      /* f = FFN(x)               */
-    if (rc < 0) return rc;
-    residual(st, false);                                      /* P = P + f                */
-    return layer_check(st, il);
+    st->n_blocks += is_push;
+    mix_pack_rows(st, NULL, st->T, ly->u_mlp, ly->v[T_POST_NORM]);
+    st->n_blocks = n_blocks;
+    rc = is_dense ? dense(st, il) : moe_begin(st, il);           /* f = FFN(x), or its begin */
+    if (rc == 0 && is_dense) residual(st, false);                /* P = P + f                */
+    return rc;
 }
 
-/* logits = lm_head . rms(MIX(blocks, P)) of the last n_rows positions. */
-static int forward_head(step *st, size_t n_rows, float *logits) {
+/* One layer over all parts of the pass. */
+static int forward_layer(step *st, uint32_t il) {
+    const k3_shape *sh = &st->e->sh;
+    const k3_pass *p = st->p;
+    bool is_dense = il < sh->n_dense;
+    int rc = 0;
+    for (size_t t0 = 0; rc == 0 && t0 < p->n_rows; t0 += st->T) {
+        part_begin(st, t0, part_rows(p, t0));
+        rc = layer_part(st, il);
+    }
+    st->n_blocks += il % sh->block_size == 0;
+    if (rc == 0 && !is_dense) rc = moe_experts(st, il);
+    for (size_t t0 = 0; rc == 0 && t0 < p->n_rows; t0 += st->T) {
+        part_begin(st, t0, part_rows(p, t0));
+        if (!is_dense && (rc = moe_end(st, il)) == 0) residual(st, false); /* P = P + f */
+        if (rc == 0) rc = layer_check(st, il);
+        if (rc == 0) layer_taps(st, il);
+    }
+    return rc;
+}
+
+/* The rows whose logits are wanted, up to a part of them from number *at on: row_at[] and to[]. */
+static size_t head_list(const step *st, size_t *at) {
+    size_t n = 0, seen = 0, V = st->e->sh.vocab_size;
+    for (uint32_t i = 0; i < st->p->n_spans; i++) {
+        const span *x = &st->p->spans[i];
+        size_t first = x->row + x->n - x->n_logits;
+        for (size_t j = 0; j < x->n_logits; j++, seen++) {
+            if (seen < *at || n == st->p->n_part) continue;
+            st->b->row_at[n] = (uint32_t)(first + j);
+            st->b->to[n++] = x->logits + j * V;
+        }
+    }
+    *at += n;
+    return n;
+}
+
+/* logits = lm_head . rms(MIX(blocks, P)) of the rows that are wanted. */
+static int forward_head(step *st) {
     const k3_shape *sh = &st->e->sh;
     const layer *head = &st->e->layers[sh->n_layers];
     size_t V = sh->vocab_size;
-    mix_pack_rows(st, st->T - n_rows, n_rows, head->u_att, head->v[T_NORM]);
-    int rc = linear(st, sh->n_layers, n_rows, &(job){logits, T_LM_HEAD, st->b->xp}, 1);
-    if (rc < 0) return rc;
-    for (size_t i = 0; i < n_rows; i++)
-        if (!st->k->is_finite(logits + i * V, V))
-            return fail(st->err, K3_ENUMERIC, "head: a logit at position %llu is NaN or infinite",
-                        (unsigned long long)(st->pos + st->T - n_rows + i));
-    return 0;
-}
-
-/* One chunk: embedding, every layer, and the head for the last n_rows positions. */
-static int forward(step *st, const uint32_t *ids, size_t n_rows, float *logits) {
-    const k3_shape *sh = &st->e->sh;
-    int rc = embed(st, ids);
-    st->n_blocks = 0;
-    stream_begin(st->e, n_rows > 0);
-    for (uint32_t il = 0; rc == 0 && il < sh->n_layers; il++) {
-        rc = forward_layer(st, il);
-        st->done += st->T;
-        if (rc == 0) rc = step_progress(st, il);
+    for (size_t at = 0; at < st->p->n_head;) {
+        part_begin(st, 0, 0); /* rows are counted from the pass's first */
+        size_t n = head_list(st, &at);
+        mix_pack_rows(st, st->b->row_at, n, head->u_att, head->v[T_NORM]);
+        int rc = linear(st, sh->n_layers, n, &(job){NULL, T_LM_HEAD, st->b->xp}, 1);
+        if (rc < 0) return rc;
+        for (size_t i = 0; i < n; i++) {
+            const span *x = row_span(st, st->b->row_at[i]);
+            if (!st->k->is_finite(st->b->to[i], V))
+                span_fail(x, K3_ENUMERIC, "head: a logit at position %llu is NaN or infinite",
+                          (unsigned long long)row_pos(x, st->b->row_at[i]));
+        }
     }
-    if (rc == 0 && n_rows > 0) rc = forward_head(st, n_rows, logits);
-    if (rc < 0 || !st->s->trace) return rc;
-    for (size_t t = 0; t < st->T; t++)
-        for (uint32_t il = 0; il < sh->n_layers; il++)
-            st->s->trace(st->s->trace_user, st->pos + t, il, st->b->trace[t * sh->n_layers + il]);
-    return 0;
+    return pass_check(st);
 }
 
 /* ==== 13. Sampling ===================================================================
@@ -3733,8 +4226,14 @@ void k3_state_layer(const k3_session *s, uint32_t il, uint64_t n_pos, k3_state_a
     out->n_bytes = layer_floats(sh, il, n_pos) * sizeof(float);
 }
 
-void k3_state_resume(k3_session *s, uint64_t n_pos, bool is_unverified) {
+/* All of the session is that of its first n_pos positions. */
+static void session_set_pos(k3_session *s, uint64_t n_pos) {
     s->pos = n_pos;
+    for (uint32_t il = 0; il < s->e->sh.n_layers; il++) s->state_pos[il] = n_pos;
+}
+
+void k3_state_resume(k3_session *s, uint64_t n_pos, bool is_unverified) {
+    session_set_pos(s, n_pos);
     s->is_unverified = is_unverified;
     s->is_broken = false;
 }
@@ -3742,10 +4241,19 @@ void k3_state_resume(k3_session *s, uint64_t n_pos, bool is_unverified) {
 bool k3_state_is_unverified(const k3_session *s) { return s->is_unverified; }
 bool k3_state_has_audits(const k3_engine *e) { return e->opt.tier_audit > 0; }
 
+void k3_state_settle(k3_session *s) {
+    pthread_mutex_lock(&s->e->step);
+    uint64_t fp = fp_save();
+    fp_default();
+    session_settle(s);
+    fp_restore(fp);
+    pthread_mutex_unlock(&s->e->step);
+}
+
 void *k3_state_begin(k3_engine *e, uint64_t *room) {
     pthread_mutex_lock(&e->step);
-    *room = e->scratch->block_bytes;
-    return e->scratch->block;
+    *room = e->scratch->work_bytes;
+    return e->scratch->work;
 }
 
 void k3_state_end(k3_engine *e) { pthread_mutex_unlock(&e->step); }
@@ -3889,6 +4397,7 @@ int k3_session_snapshot(k3_session *s, k3_snapshot **out, k3_error *err) {
                     "this session ended with an error: it has no state to take a snapshot of");
     k3_snapshot *snap = calloc(1, sizeof *snap);
     if (!snap) return fail(err, K3_ENOMEM, "snapshot: out of memory");
+    k3_state_settle(s);
     snap->e = e;
     snap->pos = s->pos;
     snap->is_unverified = s->is_unverified;
@@ -3914,7 +4423,7 @@ int k3_session_restore(k3_session *s, const k3_snapshot *snap, k3_error *err) {
     snapshot_copy(s, snap->block, true);
     /* Latent rows before snap->pos may have been written again since, so both count. */
     s->is_unverified = s->is_unverified || snap->is_unverified;
-    s->pos = snap->pos;
+    session_set_pos(s, snap->pos);
     s->is_broken = false;
     return 0;
 }
@@ -3936,45 +4445,74 @@ static uint64_t layer_state_bytes(const k3_shape *sh, uint32_t il, uint64_t cont
     return round_up(layer_floats(sh, il, context) * sizeof(float), 64);
 }
 
-static uint64_t session_bytes(const k3_shape *sh, uint64_t context) {
-    uint64_t sum = context * sizeof(uint32_t);
-    for (uint32_t il = 0; il < sh->n_layers; il++) sum += layer_state_bytes(sh, il, context);
-    return sum;
+/* Of one KDA layer, for rows that can be taken back. */
+static uint64_t layer_journal_bytes(const k3_shape *sh, uint32_t n_rows) {
+    return round_up(n_rows * (4 * (uint64_t)kda_width(sh) + sh->kda_heads) * sizeof(float), 64);
 }
 
-int k3_session_new(k3_session **out, k3_engine *e, uint64_t context, k3_error *err) {
+/* Lay the session's arrays out in `b`. */
+static void session_carve(k3_session *s, bump *b, const k3_shape *sh, uint64_t context, uint32_t n_rows) {
+    for (uint32_t il = 0; il < sh->n_layers; il++) {
+        float *state = bump_take(b, layer_state_bytes(sh, il, context), 1), *journal = NULL;
+        if (!sh->is_mla[il] && n_rows > 0) journal = bump_take(b, layer_journal_bytes(sh, n_rows), 1);
+        if (!s) continue;
+        s->state[il] = state;
+        s->journal[il] = journal;
+    }
+    uint32_t *ids = bump_take(b, context, sizeof *ids);
+    if (s) s->ids = ids;
+}
+
+static uint64_t session_bytes(const k3_shape *sh, uint64_t context, uint32_t n_rows) {
+    bump b = {NULL, 0};
+    session_carve(NULL, &b, sh, context, n_rows);
+    return b.used;
+}
+
+static int session_check_context(const k3_engine *e, uint64_t context, k3_error *err) {
     const k3_shape *sh = &e->sh;
-    *out = NULL;
     if (e->opt.headers_only)
         return fail(err, K3_EUSAGE, "the engine was opened headers_only: it cannot run a session");
-    if (context == 0) context = e->plan.context;
     if (context > sh->max_position)
         return fail(err, K3_EUSAGE, "context of %llu exceeds the model's maximum of %u positions",
                     (unsigned long long)context, sh->max_position);
     if (sh->pos_bytes > 0 && context > (1ull << 60) / sh->pos_bytes)
         return fail(err, K3_EBUDGET, "a context of %llu positions needs more memory than there is",
                     (unsigned long long)context);
+    return 0;
+}
+
+static void session_give_tables(k3_session *s) {
+    free(s->state);
+    free(s->journal);
+    free(s->state_pos);
+    free(s);
+}
+
+int k3_session_new(k3_session **out, k3_engine *e, uint64_t context, k3_error *err) {
+    const k3_shape *sh = &e->sh;
+    *out = NULL;
+    if (context == 0) context = e->plan.context;
+    int rc = session_check_context(e, context, err);
+    if (rc < 0) return rc;
     k3_session *s = calloc(1, sizeof *s);
-    if (!s || !(s->state = calloc(sh->n_layers, sizeof *s->state))) {
-        free(s);
-        return fail(err, K3_ENOMEM, "session: out of memory");
-    }
+    if (!s) return fail(err, K3_ENOMEM, "session: out of memory");
+    s->state = calloc(sh->n_layers, sizeof *s->state);
+    s->journal = calloc(sh->n_layers, sizeof *s->journal);
+    s->state_pos = calloc(sh->n_layers, sizeof *s->state_pos);
     s->e = e;
     s->context = context;
-    s->block_bytes = session_bytes(sh, context);
-    s->block = ledger_take(&e->mem, s->block_bytes, "session state and latent cache", err);
-    if (!s->block) {
-        int rc = e->mem.why;
-        free(s->state);
-        free(s);
+    s->journal_rows = e->plan.revocable;
+    s->block_bytes = session_bytes(sh, context, s->journal_rows);
+    if (!s->state || !s->journal || !s->state_pos)
+        rc = fail(err, K3_ENOMEM, "session: out of memory");
+    else if (!(s->block = ledger_take(&e->mem, s->block_bytes, "session state and latent cache", err)))
+        rc = e->mem.why;
+    if (rc < 0) {
+        session_give_tables(s);
         return rc;
     }
-    uint8_t *at = s->block;
-    for (uint32_t il = 0; il < sh->n_layers; il++) {
-        s->state[il] = (float *)(void *)at;
-        at += layer_state_bytes(sh, il, context);
-    }
-    s->ids = (uint32_t *)(void *)at;
+    session_carve(s, &(bump){s->block, 0}, sh, context, s->journal_rows);
     *out = s;
     return 0;
 }
@@ -3982,67 +4520,347 @@ int k3_session_new(k3_session **out, k3_engine *e, uint64_t context, k3_error *e
 void k3_session_free(k3_session *s) {
     if (!s) return;
     ledger_give(&s->e->mem, s->block, s->block_bytes);
-    free(s->state);
-    free(s);
+    session_give_tables(s);
 }
 
 void k3_session_reset(k3_session *s) {
     for (uint32_t il = 0; il < s->e->sh.n_layers;
          il++) /* cache rows are written before they are read */
         if (!s->e->sh.is_mla[il]) memset(s->state[il], 0, layer_state_bytes(&s->e->sh, il, 0));
-    s->pos = 0;
+    session_set_pos(s, 0);
     s->is_unverified = false;
     s->is_broken = false;
 }
 
-static int feed_check(const k3_session *s, const uint32_t *ids, size_t n, k3_error *err) {
+/* ---- Cutting back ---- */
+
+bool k3_session_has_ended(const k3_session *s) { return s->is_broken; }
+
+uint64_t k3_session_least(const k3_session *s) {
+    uint64_t least = 0;
+    for (uint32_t il = 0; il < s->e->sh.n_layers; il++)
+        if (!s->e->sh.is_mla[il] && s->state_pos[il] > least) least = s->state_pos[il];
+    return least;
+}
+
+int k3_session_cut(k3_session *s, uint64_t pos, k3_error *err) {
     if (s->is_broken)
         return fail(err, K3_EUSAGE, "this session ended with an error; reset it or make a new one");
-    if (n == 0) return fail(err, K3_EUSAGE, "no ids: there is nothing to continue");
-    for (size_t i = 0; i < n; i++)
-        if (ids[i] >= s->e->sh.vocab_size)
+    if (pos > s->pos || pos < k3_session_least(s))
+        return fail(err, K3_EUSAGE, "position %llu: this session can be cut to %llu..%llu", (unsigned long long)pos,
+                    (unsigned long long)k3_session_least(s), (unsigned long long)s->pos);
+    s->pos = pos;
+    return 0;
+}
+
+/* ---- Passes ----
+ *
+ * A pass goes through its feeds in rounds: as many rows as it has room for, through all layers. Between two layers it
+ * can rest; its rows' streams stay where they are, and everything else is free for passes of other sessions.
+ */
+static int feed_check(const k3_engine *e, const k3_feed *f, k3_error *err) {
+    const k3_session *s = f->session;
+    if (s->e != e) return fail(err, K3_EUSAGE, "a session of another engine");
+    if (s->pass) return fail(err, K3_EUSAGE, "this session is in a pass already");
+    if (s->is_broken)
+        return fail(err, K3_EUSAGE, "this session ended with an error; reset it or make a new one");
+    if (f->n == 0) return fail(err, K3_EUSAGE, "no ids: there is nothing to continue");
+    for (size_t i = 0; i < f->n; i++)
+        if (f->ids[i] >= e->sh.vocab_size)
             return fail(err, K3_EUSAGE, "id %u at index %zu is not below the vocabulary of %u",
-                        ids[i], i, s->e->sh.vocab_size);
-    if (n > s->context - s->pos)
+                        f->ids[i], i, e->sh.vocab_size);
+    if (f->n > s->context - s->pos)
         return fail(
             err, K3_EFULL,
             "context full: %zu more positions after %llu exceed the context of %llu; give a "
             "larger --context",
-            n, (unsigned long long)s->pos, (unsigned long long)s->context);
+            f->n, (unsigned long long)s->pos, (unsigned long long)s->context);
+    if (f->revocable > s->journal_rows)
+        return fail(err, K3_EUSAGE, "%u rows to take back, and %u are planned for", f->revocable, s->journal_rows);
     return 0;
+}
+
+/* The longest stretch of free rows in [from, end), at most `want`. */
+static size_t rows_gap(const k3_engine *e, size_t from, size_t end, size_t want, size_t *at) {
+    size_t best = 0;
+    for (size_t i = from; i < end && best < want;) {
+        size_t stop = end, next = 0;
+        for (const k3_pass *p = e->passes; p; p = p->next) {
+            if (i >= p->at && i < p->at + p->n_room) next = p->at + p->n_room;
+            if (p->at > i && p->at < stop) stop = p->at;
+        }
+        if (next) {
+            i = next;
+            continue;
+        }
+        if (stop - i > best) {
+            best = stop - i < want ? stop - i : want;
+            *at = i;
+        }
+        i = stop;
+    }
+    return best;
+}
+
+/* Rows of the streams for a pass of `want` rows: those kept for small passes first, if it is one. */
+static size_t rows_find(const k3_engine *e, size_t want, size_t *at) {
+    size_t chunk = (size_t)e->chunk, all = (size_t)e->scratch->rows.n, n = 0;
+    if (want <= all - chunk) n = rows_gap(e, chunk, all, want, at);
+    return n == want ? n : rows_gap(e, 0, chunk, want < chunk ? want : chunk, at);
+}
+
+static int pass_begin(k3_pass *p, k3_engine *e, k3_feed *feed, size_t n_feeds, k3_error *err) {
+    size_t total = 0;
+    int rc = 0;
+    *p = (k3_pass){.e = e, .feed = feed, .n_feeds = n_feeds};
+    if (e->opt.headers_only)
+        return fail(err, K3_EUSAGE, "the engine was opened headers_only: it runs nothing");
+    if (n_feeds == 0 || n_feeds > K3_MAX_FEEDS)
+        return fail(err, K3_EUSAGE, "%zu sessions in a pass, outside 1..%d", n_feeds, K3_MAX_FEEDS);
+    for (size_t i = 0; rc == 0 && i < n_feeds; i++) {
+        rc = feed_check(e, &feed[i], err);
+        for (size_t j = 0; rc == 0 && j < i; j++)
+            if (feed[j].session == feed[i].session) rc = fail(err, K3_EUSAGE, "a session twice in one pass");
+        total += feed[i].n;
+    }
+    if (rc < 0) return rc;
+    p->n_room = rows_find(e, total, &p->at);
+    if (p->n_room == 0)
+        return fail(err, K3_EUSAGE, "passes at rest take all %llu rows: close one, or plan for more sessions",
+                    (unsigned long long)e->scratch->rows.n);
+    p->total = (uint64_t)total * e->sh.n_layers;
+    for (size_t i = 0; i < n_feeds; i++) {
+        feed[i].status = 0;
+        feed[i].error.text[0] = 0;
+        feed[i].session->pass = p;
+    }
+    p->next = e->passes;
+    e->passes = p;
+    return 0;
+}
+
+/* A feed is over. Its session is where it was when all its rows could be taken back, and ended when it failed otherwise. */
+static void feed_end(k3_pass *p, size_t i) {
+    k3_feed *f = &p->feed[i];
+    k3_session *s = f->session;
+    if (s->pass != p) return;
+    s->pass = NULL;
+    if (f->status == 0) return;
+    if (f->revocable >= f->n && k3_session_least(s) <= s->pos - p->fed[i])
+        s->pos -= p->fed[i];
+    else
+        s->is_broken = true;
+}
+
+/* Every feed that is not over fails with `status`. */
+static void pass_fail(k3_pass *p, int status, const k3_error *why) {
+    for (size_t i = 0; i < p->n_feeds; i++) {
+        if (p->feed[i].session->pass != p || p->feed[i].status < 0) continue;
+        p->feed[i].status = status;
+        p->feed[i].error = *why;
+    }
+}
+
+/* The next rows of the feeds, in their order. */
+static void round_list(k3_pass *p) {
+    size_t V = p->e->sh.vocab_size;
+    p->n_rows = p->n_head = p->n_spans = p->il = p->n_blocks = 0;
+    for (size_t i = 0; i < p->n_feeds && p->n_rows < p->n_room; i++) {
+        k3_feed *f = &p->feed[i];
+        size_t left = f->n - p->fed[i], n = left < p->n_room - p->n_rows ? left : p->n_room - p->n_rows;
+        if (f->status < 0 || left == 0) continue;
+        span *x = &p->spans[p->n_spans];
+        *x = (span){.s = f->session, .feed = f, .ids = f->ids + p->fed[i], .n = n, .row = p->n_rows};
+        x->pos = f->session->pos;
+        x->kept = x->pos + left - f->revocable;
+        x->n_logits = f->rows == K3_ROWS_ALL ? n : f->rows == K3_ROWS_LAST && n == left ? 1 : 0;
+        x->logits = f->rows == K3_ROWS_ALL ? f->logits + p->fed[i] * V : f->logits;
+        for (size_t t = 0; t < n; t++)
+            p->e->scratch->rows.owner[p->at + p->n_rows + t] = (uint16_t)p->n_spans;
+        p->n_rows += n;
+        p->n_head += x->n_logits;
+        p->n_spans++;
+    }
+    p->n_part = p->n_rows < p->e->plan.part ? p->n_rows : p->e->plan.part;
+}
+
+static uint32_t turns_of(size_t n_rows, size_t n_part) { return (uint32_t)((n_rows + n_part - 1) / n_part); }
+
+static int round_begin(step *st) {
+    k3_pass *p = st->p;
+    round_list(p);
+    p->is_round = true;
+    st->n_blocks = 0;
+    int rc = embed(st);
+    if (rc == 0) stream_begin(st->e, p, turns_of(p->n_rows, p->n_part), turns_of(p->n_head, p->n_part));
+    return rc;
+}
+
+/* The round's rows are part of their sessions now. */
+static void round_end(k3_pass *p) {
+    const k3_shape *sh = &p->e->sh;
+    const uint64_t *trace = p->e->scratch->rows.trace + p->at * sh->n_layers;
+    for (uint32_t i = 0; i < p->n_spans; i++) {
+        const span *x = &p->spans[i];
+        k3_session *s = x->s;
+        size_t i_feed = (size_t)(x->feed - p->feed);
+        if (!span_is_alive(x)) continue;
+        memmove(s->ids + s->pos, x->ids, x->n * sizeof *x->ids); /* may be the session's own */
+        s->pos += x->n;
+        p->fed[i_feed] += x->n;
+        for (size_t t = 0; s->trace && t < x->n; t++)
+            for (uint32_t il = 0; il < sh->n_layers; il++)
+                s->trace(s->trace_user, x->pos + t, il, trace[(x->row + t) * sh->n_layers + il]);
+    }
+    stream_end(p->e);
+}
+
+/* Rounds and layers until `n_layers` are done or nothing is left to do. */
+static int pass_go(step *st, uint32_t n_layers) {
+    k3_pass *p = st->p;
+    uint32_t n = st->e->sh.n_layers;
+    int rc = 0;
+    if (p->is_round)
+        stream_resume(st->e, p, p->il, turns_of(p->n_rows, p->n_part), turns_of(p->n_head, p->n_part));
+    else
+        rc = round_begin(st);
+    for (; rc == 0 && p->il < n && n_layers > 0; n_layers--) {
+        uint32_t il = p->il;
+        rc = forward_layer(st, il);
+        p->n_blocks = st->n_blocks;
+        p->il++;
+        p->done += p->n_rows;
+        if (rc == 0) rc = step_progress(st, il);
+    }
+    if (rc == 0 && p->il < n) return 0; /* rests */
+    if (rc == 0 && p->n_head > 0) rc = forward_head(st);
+    if (rc < 0) return rc;
+    round_end(p);
+    p->is_round = false;
+    return 0;
+}
+
+static bool pass_is_over(const k3_pass *p) {
+    for (size_t i = 0; i < p->n_feeds; i++)
+        if (p->feed[i].status == 0 && p->fed[i] < p->feed[i].n) return false;
+    return true;
+}
+
+static int pass_result(const k3_pass *p, k3_error *err) {
+    if (!pass_is_over(p)) return 0;
+    for (size_t i = 0; i < p->n_feeds; i++)
+        if (p->feed[i].status == 0) return 1;
+    return fail(err, p->feed[0].status, "%s", p->feed[0].error.text);
+}
+
+/* At most n_layers layers; see k3_pass_run. */
+static int pass_run(k3_pass *p, uint32_t n_layers, k3_error *err) {
+    k3_engine *e = p->e;
+    k3_error why = {{0}};
+    uint64_t fp = fp_save(), start = clock_ns();
+    fp_default();
+    step st = {.e = e, .p = p, .b = e->scratch, .k = e->kern, .n_blocks = p->n_blocks, .err = &why};
+    for (size_t i = 0; i < p->n_feeds; i++) /* another session of this engine may have caught a box */
+        if (p->feed[i].status == 0 && far_trust(p->feed[i].session, &p->feed[i].error) < 0)
+            p->feed[i].status = K3_ECHECK;
+    bool is_whole = n_layers >= e->sh.n_layers;
+    while (!pass_is_over(p)) {
+        int rc = p->is_round && !pass_is_alive(p) ? K3_ECANCEL : pass_go(&st, n_layers);
+        if (rc < 0) { /* of the whole pass; or the sessions of this round have all failed by themselves */
+            if (pass_is_alive(p)) pass_fail(p, rc, &why);
+            p->is_round = false;
+            stream_reset(e);
+            store_recover(e);
+        }
+        if (!is_whole) break;
+    }
+    for (size_t i = 0; i < p->n_feeds; i++) {
+        k3_feed *f = &p->feed[i];
+        if (f->session->pass != p) continue;
+        f->session->compute_ns += clock_ns() - start;
+        if (f->status < 0 && far_trust(f->session, &f->error) < 0)
+            f->status = K3_ECHECK; /* a lie was caught, then something else failed */
+        if (f->status < 0 || p->fed[i] == f->n) feed_end(p, i);
+    }
+    fp_restore(fp);
+    return pass_result(p, err);
+}
+
+static void pass_end(k3_pass *p) {
+    static const k3_error why = {"the pass was closed"};
+    pass_fail(p, K3_ECANCEL, &why);
+    for (size_t i = 0; i < p->n_feeds; i++) {
+        if (p->fed[i] == p->feed[i].n) p->feed[i].status = 0;
+        feed_end(p, i);
+    }
+    for (k3_pass **at = &p->e->passes; *at; at = &(*at)->next)
+        if (*at == p) {
+            *at = p->next;
+            break;
+        }
+}
+
+int k3_feed_all(k3_engine *e, k3_feed *feed, size_t n_feeds, k3_error *err) {
+    k3_pass p;
+    pthread_mutex_lock(&e->step);
+    int rc = pass_begin(&p, e, feed, n_feeds, err);
+    if (rc == 0) {
+        rc = pass_run(&p, UINT32_MAX, err);
+        pass_end(&p);
+    }
+    pthread_mutex_unlock(&e->step);
+    return rc > 0 ? 0 : rc;
 }
 
 int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, float *logits,
                     k3_error *err) {
-    k3_engine *e = s->e;
-    int rc = feed_check(s, ids, n, err);
-    if (rc < 0) return rc;
+    k3_feed feed = {.session = s, .ids = ids, .n = n, .rows = rows, .logits = logits};
+    return k3_feed_all(s->e, &feed, 1, err);
+}
+
+int k3_pass_open(k3_pass **out, k3_engine *e, k3_feed *feed, size_t n_feeds, k3_error *err) {
+    *out = NULL;
+    k3_pass *p = malloc(sizeof *p);
+    if (!p) return fail(err, K3_ENOMEM, "pass: out of memory");
     pthread_mutex_lock(&e->step);
-    uint64_t fp = fp_save(), start = clock_ns();
-    fp_default();
-    step st = {.e = e, .s = s, .b = e->scratch, .k = e->kern, .err = err};
-    rc = far_trust(s, err); /* another session of this engine may have caught a box */
-    st.total = (uint64_t)n * e->sh.n_layers;
-    for (size_t at = 0; rc == 0 && at < n; at += st.T) {
-        st.T = n - at < (size_t)e->chunk ? n - at : (size_t)e->chunk;
-        st.pos = s->pos;
-        size_t n_rows = rows == K3_ROWS_ALL ? st.T : rows == K3_ROWS_LAST && at + st.T == n ? 1 : 0;
-        float *to = rows == K3_ROWS_ALL ? logits + at * e->sh.vocab_size : logits;
-        rc = forward(&st, ids + at, n_rows, to);
-        if (rc < 0) break;
-        memmove(s->ids + s->pos, ids + at, st.T * sizeof *ids); /* may be the session's own */
-        s->pos += st.T;
-    }
-    if (rc < 0 && far_trust(s, err) < 0) rc = K3_ECHECK; /* a lie was caught, then something else failed */
-    if (rc < 0) {
-        s->is_broken = true;
-        stream_reset(e);
-        store_recover(e);
-    }
-    s->compute_ns += clock_ns() - start;
-    fp_restore(fp);
+    int rc = pass_begin(p, e, feed, n_feeds, err);
     pthread_mutex_unlock(&e->step);
+    if (rc == 0)
+        *out = p;
+    else
+        free(p);
     return rc;
+}
+
+int k3_pass_run(k3_pass *p, uint32_t n_layers, k3_error *err) {
+    pthread_mutex_lock(&p->e->step);
+    int rc = n_layers > 0 ? pass_run(p, n_layers, err) : pass_result(p, err);
+    pthread_mutex_unlock(&p->e->step);
+    return rc;
+}
+
+void k3_pass_drop(k3_pass *p, k3_session *s) {
+    static const k3_error why = {"taken out of the pass"};
+    for (size_t i = 0; i < p->n_feeds; i++) {
+        k3_feed *f = &p->feed[i];
+        if (f->session != s || s->pass != p || f->status < 0) continue;
+        f->status = K3_ECANCEL;
+        f->error = why;
+    }
+}
+
+void k3_pass_progress(const k3_pass *p, uint64_t *done, uint64_t *total) {
+    *done = p->done;
+    *total = p->total;
+}
+
+void k3_pass_close(k3_pass *p) {
+    if (!p) return;
+    k3_engine *e = p->e;
+    pthread_mutex_lock(&e->step);
+    pass_end(p);
+    pthread_mutex_unlock(&e->step);
+    free(p);
 }
 
 uint64_t k3_session_pos(const k3_session *s) { return s->pos; }
@@ -4056,6 +4874,23 @@ void k3_session_trace(k3_session *s, k3_trace_fn fn, void *user) {
 void k3_session_on_route(k3_session *s, k3_route_fn fn, void *user) {
     s->route = fn;
     s->route_user = user;
+}
+
+int k3_session_on_taps(k3_session *s, const uint32_t *layers, uint32_t n, bool attn_res, k3_tap_fn fn,
+                       void *user, k3_error *err) {
+    s->on_tap = NULL;
+    if (!fn) return 0;
+    if (n > K3_MAX_TAPS) return fail(err, K3_EUSAGE, "%u taps, more than %d", n, K3_MAX_TAPS);
+    for (uint32_t i = 0; i < n; i++)
+        if (layers[i] >= s->e->sh.n_layers || (i > 0 && layers[i] <= layers[i - 1]))
+            return fail(err, K3_EUSAGE, "tap %u: layer %u of %u, or not above the one before", i, layers[i],
+                        s->e->sh.n_layers);
+    memcpy(s->tap, layers, n * sizeof *layers);
+    s->n_taps = n;
+    s->taps_mix = attn_res;
+    s->on_tap = fn;
+    s->tap_user = user;
+    return 0;
 }
 
 void k3_session_stats(const k3_session *s, k3_stats *out) {
@@ -4176,6 +5011,11 @@ static int engine_setup(k3_engine *e, const k3_options *o, k3_error *err) {
         return fail(err, K3_EUSAGE, "threads is %d, outside 0..%d", o->n_threads, POOL_MAX_THREADS);
     if (o->chunk < 0 || o->chunk > 4096)
         return fail(err, K3_EUSAGE, "chunk is %d, outside 0..4096", o->chunk);
+    if (o->part < 0 || o->part > 4096) return fail(err, K3_EUSAGE, "part is %d, outside 0..4096", o->part);
+    if (o->sessions >= K3_MAX_FEEDS)
+        return fail(err, K3_EUSAGE, "sessions is %u, more than %d beside the first", o->sessions, K3_MAX_FEEDS - 1);
+    if (o->revocable > K3_MAX_REVOCABLE)
+        return fail(err, K3_EUSAGE, "revocable is %u rows, more than %d", o->revocable, K3_MAX_REVOCABLE);
     if (o->io_depth < 0 || o->io_depth > IO_MAX_DEPTH)
         return fail(err, K3_EUSAGE, "io depth is %d, outside 0..%d", o->io_depth, IO_MAX_DEPTH);
     if (!(o->eps_lora > 0.0f) || !isfinite(o->eps_lora))

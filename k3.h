@@ -1,7 +1,7 @@
 /* k3.h - run Kimi K3, exact, on a machine that holds a few percent of it.
  *
- * This header is the only door into the engine, with k3_cache.h (states, snapshots, caches) and
- * k3_text.h (text and ids), which it includes. A model directory as downloaded (config.json,
+ * This header is the only door into the engine, with k3_pass.h (rows of many sessions together),
+ * k3_cache.h (states, snapshots, caches) and k3_text.h (text and ids), which it includes. A model directory as downloaded (config.json,
  * safetensors shards, tiktoken.model, tokenizer_config.json) is opened in place; nothing is
  * repacked. One prompt has one hash: the same bits come out of every kernel set, thread count and
  * chunk size (docs/NUMERICS.md).
@@ -83,14 +83,19 @@ typedef struct {
     const char *model_dir; /* required                                                     */
     const char *kernels;   /* "ref" "avx2" "avx512" "neon"; NULL: the best this CPU has    */
     int n_threads;         /* 0: one per core this process may use, within its CPU quota   */
-    int chunk;             /* most positions computed together, 1..4096; 0: by the budget;
+    int chunk;             /* most positions of one pass over the weights, 1..4096; 0: by the budget;
                             * at most 512 where there are tiers                            */
+    int part;              /* of them computed together, 1..chunk; 0: by the budget        */
     float eps_lora;        /* q_a and kv_a layernorm eps; K3-SPEC 3.6 default 1e-6         */
     uint64_t ram_bytes;    /* bound of the process's peak RSS; 0: what is free, less 1/16  */
     uint64_t others_bytes; /* of what is free, what others are about to take               */
     uint64_t caller_bytes; /* what the caller itself holds, counted in ram_bytes           */
     uint64_t context;      /* positions planned for; 0: 4096, or the model's maximum if less */
     uint32_t snapshots;    /* undo snapshots to leave room for, in the plan; 0: none       */
+    uint32_t sessions;     /* sessions to leave room for beside the first, and rows of theirs beside a long
+                            * pass that rests; at most 63                                  */
+    uint32_t revocable;    /* rows of a pass that k3_session_cut() can take back, for each session in the
+                            * plan; at most K3_MAX_REVOCABLE                               */
     bool headers_only;     /* check every header, load no weight: for info, plan, verify   */
     bool config_only;      /* read config.json and nothing else: a plan before the weights are
                               there. k3_engine_shape and k3_engine_plan answer; what needs weights
@@ -173,12 +178,15 @@ typedef struct {
     uint64_t context;                /* positions planned for                                    */
     uint64_t state_bytes, session_bytes; /* fixed state; with the latent cache and the ids      */
     uint64_t snapshot_bytes; /* of k3_options.snapshots                                  */
+    uint64_t sessions_bytes; /* of k3_options.sessions, beside the first                 */
     uint64_t scratch_bytes, vector_bytes;
     uint64_t resident_bytes, streamed_bytes; /* trunk matrices kept; read again for each chunk   */
     uint64_t ring_bytes, slot_bytes;
     uint32_t n_slots, quota;         /* expert slots in all; that each layer may keep            */
     uint32_t n_pinned;               /* of them, for pinned experts                              */
-    uint32_t chunk;                  /* positions computed together                              */
+    uint32_t chunk;                  /* most positions of a pass: each expert is read once for them ... */
+    uint32_t part;                   /* ... and most computed together: the trunk is read once for these */
+    uint32_t sessions, revocable;    /* as asked for                                             */
     bool has_sums;                   /* every read is compared with its sum                      */
     bool is_uring, is_direct;        /* how weights are read ...                                 */
     int io_depth;
@@ -309,7 +317,8 @@ uint64_t k3_fnv1a(uint64_t h, const void *bytes, size_t n_bytes);
 }
 #endif
 
-#include "k3_cache.h" /* the rest of the door: states and caches ... */
-#include "k3_text.h"  /* ... text and ids                             */
+#include "k3_cache.h" /* the rest of the door: states and caches, ...          */
+#include "k3_pass.h"  /* ... rows of many sessions together, cutting back, ... */
+#include "k3_text.h"  /* ... text and ids                                      */
 
 #endif

@@ -21,6 +21,13 @@
 #define STATIC_ASSERT(rule, condition)                                                             \
     extern char rule[(condition) ? 1 : -1] __attribute__((unused))
 
+/* The compiler compares a format with its arguments; `first` is the first argument's place. */
+#if defined(__GNUC__)
+#define PRINTF_LIKE(text, first) __attribute__((format(printf, text, first)))
+#else
+#define PRINTF_LIKE(text, first)
+#endif
+
 /* CLOCK_MONOTONIC, nanoseconds. */
 static inline uint64_t clock_ns(void) {
     struct timespec ts;

@@ -818,6 +818,7 @@ static int state_write(k3_session *s, int fd, const char *name, const void *app,
     size_t n_ids;
     const uint32_t *ids = k3_session_ids(s, &n_ids);
     const source from = {s, n_ids, n_app, (uint8_t *)app}; /* read only */
+    k3_state_settle(s);
     h->n_pos = n_ids;
     h->n_app = n_app;
     h->n_unverified = k3_state_is_unverified(s);

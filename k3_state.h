@@ -30,6 +30,9 @@ uint32_t *k3_state_ids(k3_session *s); /* u32[context] */
 /* The arrays and ids were filled for n_pos positions: go on from there. */
 void k3_state_resume(k3_session *s, uint64_t n_pos, bool is_unverified);
 
+/* Rows that could be taken back become part of the state, which can then be read. */
+void k3_state_settle(k3_session *s);
+
 /* No step runs from begin to end, and `*room` bytes of its scratch (at least K3_STATE_ROOM,
  * page-aligned) are the caller's. */
 void *k3_state_begin(k3_engine *e, uint64_t *room);

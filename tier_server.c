@@ -773,9 +773,20 @@ static bool vram_end(server *s, const tier_request *r, const float *z, int64_t *
 /* Q = the sum of every item that is here and not bad. Returns whether none went bad in it. */
 static bool compute_sum(server *s, const float *z, uint32_t n_rows, uint32_t n_items, int64_t *Q) {
     bool is_good = true;
-    const expert_batch all = {
-        &expert_mxfp4, s->math,   s->pool, (int)s->n_threads, n_rows,   z,        s->zp,
-        s->pair_row,   s->pair_w, Q,       s->zpair,          s->hpair, s->local, s->local_floats};
+    const expert_batch all = {.format = &expert_mxfp4,
+                              .math = s->math,
+                              .pool = s->pool,
+                              .n_threads = (int)s->n_threads,
+                              .n_rows = n_rows,
+                              .z = z,
+                              .zp = s->zp,
+                              .pair_row = s->pair_row,
+                              .pair_w = s->pair_w,
+                              .Q = Q,
+                              .zpair = s->zpair,
+                              .hpair = s->hpair,
+                              .local = s->local,
+                              .local_floats = s->local_floats};
     memset(Q, 0, n_rows * s->math.latent * sizeof *Q);
     for (uint32_t x = 0; x < n_items;) {
         uint32_t n_batch = 0, n_pairs = 0;

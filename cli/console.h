@@ -8,6 +8,7 @@
 #define K3_CLI_CONSOLE_H
 
 #include "k3.h"
+#include "k3_common.h"
 
 #include <signal.h>
 #include <stdbool.h>
@@ -15,12 +16,6 @@
 #include <stdint.h>
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
-
-#if defined(__GNUC__)
-#define PRINTF_LIKE(text, first) __attribute__((format(printf, text, first)))
-#else
-#define PRINTF_LIKE(text, first)
-#endif
 
 /* ---- Exit codes and messages ---- */
 

@@ -99,7 +99,7 @@ install)
     put 755 "$BUILD/k3" bin/k3
     put 755 "$BUILD/k3-tier" bin/k3-tier
     put 644 "$BUILD/libk3.a" lib/libk3.a
-    for header in k3.h k3_cache.h k3_text.h; do put 644 "$header" "include/$header"; done
+    for header in k3.h k3_cache.h k3_pass.h k3_text.h; do put 644 "$header" "include/$header"; done
     pkg_config >"$T/page"
     put 644 "$T/page" lib/pkgconfig/k3.pc
     "$BUILD/k3" help --man >"$T/page"

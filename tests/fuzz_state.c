@@ -50,6 +50,7 @@ static void setup(void) {
     pthread_mutex_init(&e->accounts, NULL);
     e->mem = (ledger){.limit = 64u << 20, .lock = &e->accounts};
     e->n_threads = e->chunk = 1;
+    e->plan.chunk = e->plan.part = 1;
     e->plan.context = 16;
     e->print.sampled = 0x1234;
     must(scratch_open(e, &err) == 0 && k3_session_new(&s, e, 0, &err) == 0, "setup");

@@ -223,12 +223,11 @@ static bool trace_open(trace_file *t, const char *path) {
 }
 
 /* The next record: blocks and P before a layer, and what should come out. */
-static bool trace_layer(trace_file *t, struct scratch *b, size_t chunk, uint32_t *n_blocks,
-                        float *want) {
+static bool trace_layer(trace_file *t, stream_bufs *b, uint32_t *n_blocks, float *want) {
     size_t n = (size_t)t->n_pos * t->hidden;
     if (!read_u32(t->f, n_blocks, 1)) return false;
     for (uint32_t j = 0; j < *n_blocks; j++)
-        if (!read_f32(t->f, b->blocks + j * chunk * t->hidden, n)) return false;
+        if (!read_f32(t->f, b->blocks + j * b->n * t->hidden, n)) return false;
     return read_f32(t->f, b->P, n) && (!want || read_f32(t->f, want, n));
 }
 
@@ -238,23 +237,28 @@ static void test_layers(k3_session *s, trace_file *t, const char *name) {
     k3_error err = {""};
     size_t n = (size_t)t->n_pos * t->hidden;
     float *want = malloc(n * sizeof *want);
-    step st = {.e = e, .s = s, .b = e->scratch, .k = e->kern, .T = t->n_pos, .pos = 0, .err = &err};
+    float *row = malloc(t->vocab * sizeof *row), *head = malloc(t->vocab * sizeof *head);
+    k3_feed feed = {.session = s, .ids = t->ids, .n = t->n_pos, .rows = K3_ROWS_LAST, .logits = row};
+    k3_pass p;
     k3_session_reset(s);
+    if (!CHECK(pass_begin(&p, e, &feed, 1, &err) == 0)) return;
+    round_list(&p);
+    CHECK_EQ_INT(p.n_rows, t->n_pos);
+    step st = {.e = e, .p = &p, .b = e->scratch, .k = e->kern, .err = &err};
     for (uint32_t il = 0; il < t->n_layers; il++) {
-        if (!CHECK(trace_layer(t, e->scratch, (size_t)e->chunk, &st.n_blocks, want))) break;
+        if (!CHECK(trace_layer(t, &e->scratch->rows, &st.n_blocks, want))) break;
         if (!CHECK(forward_layer(&st, il) == 0)) printf("    %s\n", err.text);
         double worst = 0, most = 0;
         for (size_t i = 0; i < n; i++) {
-            keep_max(&worst, fabs((double)e->scratch->P[i] - want[i]));
+            keep_max(&worst, fabs((double)e->scratch->rows.P[i] - want[i]));
             keep_max(&most, fabs((double)want[i]));
         }
         if (!CHECK(worst <= 1e-5 * most))
             printf("    %s layer %u: %g of %g\n", name, il, worst, most);
     }
-    float *row = malloc(t->vocab * sizeof *row), *head = malloc(t->vocab * sizeof *head);
-    if (CHECK(trace_layer(t, e->scratch, (size_t)e->chunk, &st.n_blocks, NULL))) {
+    if (CHECK(trace_layer(t, &e->scratch->rows, &st.n_blocks, NULL))) {
         fseek(t->f, (long)((size_t)(t->n_pos - 1) * t->vocab * sizeof(float)), SEEK_CUR);
-        CHECK(read_f32(t->f, head, t->vocab) && forward_head(&st, 1, row) == 0);
+        CHECK(read_f32(t->f, head, t->vocab) && forward_head(&st) == 0);
         double worst = 0, most = 0;
         for (size_t i = 0; i < t->vocab; i++) {
             keep_max(&worst, fabs((double)row[i] - head[i]));
@@ -262,6 +266,8 @@ static void test_layers(k3_session *s, trace_file *t, const char *name) {
         }
         if (!CHECK(worst <= 1e-5 * most)) printf("    %s head: %g of %g\n", name, worst, most);
     }
+    pass_end(&p);
+    k3_session_reset(s);
     free(want);
     free(row);
     free(head);

@@ -26,7 +26,7 @@ dest="$T/a stage" prefix=/usr
 mkdir "$dest"
 ok "install" does install
 at="$dest/usr"
-for file in bin/k3 bin/k3-tier include/k3.h include/k3_cache.h include/k3_text.h lib/libk3.a lib/pkgconfig/k3.pc share/doc/k3/LICENSE \
+for file in bin/k3 bin/k3-tier include/k3.h include/k3_cache.h include/k3_pass.h include/k3_text.h lib/libk3.a lib/pkgconfig/k3.pc share/doc/k3/LICENSE \
     share/man/man1/k3.1 share/man/man1/k3-tier.1 share/bash-completion/completions/k3 \
     share/bash-completion/completions/k3-tier share/k3/demo/config.json share/k3/Kimi-K3/config.json; do
     ok "there is $file" test -s "$at/$file"

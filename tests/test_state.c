@@ -1376,6 +1376,7 @@ static k3_engine *engine_hollow(const char *config_dir, uint64_t context) {
     e->mem = (ledger){.limit = 64ull << 30, .lock = &e->accounts};
     e->n_threads = engine_threads(0);
     e->chunk = 64;
+    e->plan.chunk = e->plan.part = 64;
     e->plan.context = context;
     e->print.sampled = 1;
     return scratch_open(e, &err) < 0 ? NULL : e;

@@ -1678,9 +1678,26 @@ typedef struct {
     uint8_t *file;
     uint64_t file_bytes;
     uint64_t n_ahead;
+    uint32_t n_segments;
 } ring_test;
 
 /* Random pieces of a file; the last few may be the head's. */
+/* Cut the pieces into segments, some of them empty; those of the head are one. */
+static void ring_segments(ring_test *r, stream *st) {
+    uint32_t g = 0;
+    for (uint32_t i = 0; i < st->n_pieces; i++) {
+        if (i == st->n_body)
+            g += 1 + (uint32_t)(test_random(&r->seed) % 2);
+        else if (i < st->n_body && i > 0 && test_random(&r->seed) % 4 == 0)
+            g += 1 + (uint32_t)(test_random(&r->seed) % 3);
+        st->pieces[i].segment = g;
+    }
+    r->n_segments = g + 1;
+    st->segment = calloc(r->n_segments + 1, sizeof *st->segment);
+    for (uint32_t i = 0; i <= r->n_segments; i++)
+        while (st->segment[i] < st->n_pieces && st->pieces[st->segment[i]].segment < i) st->segment[i]++;
+}
+
 static void ring_setup(ring_test *r, stream *st) {
     *st = (stream){.n_pieces = 1 + (uint32_t)(test_random(&r->seed) % 90)};
     st->n_body = st->n_pieces - (uint32_t)(test_random(&r->seed) % 4) % (st->n_pieces + 1);
@@ -1692,6 +1709,7 @@ static void ring_setup(ring_test *r, stream *st) {
         st->pieces[i] = (piece){.il = i, .t = T_KDA_Q, .n = n, .offset = test_random(&r->seed) % (r->file_bytes - n)};
         if (io_room(n) > r->most) r->most = io_room(n);
     }
+    ring_segments(r, st);
     st->cap = 2 * r->most + test_random(&r->seed) % 3 * 5 * IO_ALIGN;
     st->bytes = aligned_alloc(IO_ALIGN, st->cap + IO_ALIGN);
     if (CHECK(st->pieces && st->bytes)) memset(st->bytes, 0x5a, st->cap + IO_ALIGN);
@@ -1714,31 +1732,51 @@ static bool ring_holds(const stream *st) {
     return true;
 }
 
-/* One pass over the pieces, or a part of it and then a reset. */
-static bool ring_pass(ring_test *r, bool with_head, uint32_t stop_at) {
+/* The pieces in the order in which a pass with so many turns uses them, from segment `g` on. */
+static uint32_t ring_order(const ring_test *r, uint32_t g, uint32_t turns, uint32_t head_turns, uint32_t *order) {
+    const stream *st = &r->e->stream;
+    uint32_t n = 0;
+    for (; g < r->n_segments; g++) {
+        bool is_head = st->segment[g] >= st->n_body;
+        for (uint32_t turn = 0; turn < (is_head ? head_turns : turns); turn++)
+            for (uint32_t i = st->segment[g]; i < st->segment[g + 1]; i++) order[n++] = i;
+    }
+    return n;
+}
+
+/* One pass over the pieces; or a part of it and then a reset, or another pass, after which it goes on. */
+static bool ring_pass(ring_test *r, const k3_pass *owner, uint32_t turns, uint32_t head_turns, uint32_t from,
+                      uint32_t stop_at) {
     stream *st = &r->e->stream;
-    uint32_t n = with_head ? st->n_pieces : st->n_body;
+    uint32_t order[4 * 100], n = ring_order(r, from, turns, head_turns, order);
     k3_error err = {""};
     bool is_right = true;
-    stream_begin(r->e, with_head);
+    if (from > 0)
+        stream_resume(r->e, owner, from / 2, turns, head_turns);
+    else
+        stream_begin(r->e, owner, turns, head_turns);
     for (uint32_t i = 0; i < n && is_right; i++) {
         const piece *p;
         const uint16_t *w;
         if (i == stop_at) {
+            if (i % 2) return true; /* rests */
             stream_reset(r->e);
             return st->n_live == 0;
         }
-        is_right = ring_holds(st) && stream_take(r->e, i, T_KDA_Q, &p, &w, &err) == 0 && p == &st->pieces[i] &&
-                   memcmp(w, r->file + p->offset, p->n) == 0;
+        is_right = ring_holds(st) && stream_take(r->e, order[i], T_KDA_Q, &p, &w, &err) == 0 &&
+                   p == &st->pieces[order[i]] && memcmp(w, r->file + p->offset, p->n) == 0;
         r->n_ahead += st->n_live > 1;
-        if (test_random(&r->seed) % 16 == 0) is_right = is_right && stream_take(r->e, i + 1, T_KDA_Q, &p, &w, NULL) < 0;
+        if (test_random(&r->seed) % 16 == 0)
+            is_right = is_right && stream_take(r->e, order[i] + 1, T_KDA_Q, &p, &w, NULL) < 0;
         if (is_right) stream_release(r->e);
     }
     if (!is_right) printf("    ring: %s\n", err.text);
+    stream_end(r->e);
     return is_right;
 }
 
 static void test_ring(void) {
+    static const k3_pass owners[12]; /* told apart by their places */
     ring_test r = {.seed = 21};
     k3_session *s;
     k3_error err;
@@ -1756,11 +1794,16 @@ static void test_ring(void) {
         ring_setup(&r, &r.e->stream);
         for (int pass = 0; pass < 12 && is_right; pass++) {
             bool is_cut = test_random(&r.seed) % 6 == 0;
-            is_right = ring_pass(&r, test_random(&r.seed) % 2, is_cut ? (uint32_t)(test_random(&r.seed) % 60) : UINT32_MAX);
+            uint32_t turns = 1 + test_random(&r.seed) % 4 / 3 * (uint32_t)(test_random(&r.seed) % 3);
+            uint32_t from = test_random(&r.seed) % 4 ? 0 : 2 * (uint32_t)(test_random(&r.seed) % (r.n_segments / 2 + 1));
+            const k3_pass *owner = &owners[from ? pass : 0];
+            is_right = ring_pass(&r, owner, turns, (uint32_t)(test_random(&r.seed) % 3), from < r.n_segments ? from : 0,
+                                 is_cut ? (uint32_t)(test_random(&r.seed) % 60) : UINT32_MAX);
         }
         if (!CHECK(is_right)) printf("    setup %d\n", i);
         stream_reset(r.e);
         free(r.e->stream.pieces);
+        free(r.e->stream.segment);
         free(r.e->stream.bytes);
     }
     r.e->stream = (stream){.n_pieces = 0};
