@@ -82,7 +82,8 @@ typedef enum { K3_AUTO, K3_ON, K3_OFF } k3_switch;
 typedef struct {
     const char *model_dir; /* required                                                     */
     const char *kernels;   /* "ref" "avx2" "avx512" "neon"; NULL: the best this CPU has    */
-    int n_threads;         /* 0: one per core this process may use, within its CPU quota   */
+    int n_threads;         /* 0: one per core this process may use, within its CPU quota; fewer
+                            * for a small model                                            */
     int chunk;             /* most positions of one pass over the weights, 1..4096; 0: by the budget;
                             * at most 512 where there are tiers                            */
     int part;              /* of them computed together, 1..chunk; 0: by the budget        */
