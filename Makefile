@@ -65,7 +65,7 @@ CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options args inputs gene
              slice $(CHAT) calls complete)
 CLI_MAIN = $(patsubst %,$(BUILD)/cli/%.o,main help manual)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD)/test_engine $(BUILD)/test_model \
-          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_xtml $(BUILD)/test_tier \
+          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_pass $(BUILD)/test_xtml $(BUILD)/test_tier \
           $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/test_pool $(BUILD)/test_machine $(BUILD)/tier_chaos $(BUILD)/tls_bad \
           $(BUILD)/k3-tier-fake
 TESTS  += $(BUILD)/test_screen $(BUILD)/test_forecast $(BUILD)/test_options $(BUILD)/libk3.a
@@ -159,6 +159,10 @@ $(BUILD)/%.o: %.c | $(BUILD)
 $(BUILD)/test_engine: $(BUILD)/%: tests/%.c $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(PARTS) $(K3_LIBS)
+
+$(BUILD)/test_pass: tests/test_pass.c $(BUILD)/k3_state.o $(PARTS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/k3_state.o $(PARTS) $(K3_LIBS)
 
 # k3_ledger.c is included too: its mmap fails when the test says so.
 $(BUILD)/test_stream: tests/test_stream.c $(filter-out %/k3_ledger.o,$(PARTS))

@@ -29,6 +29,7 @@ compute() {
     run "$BUILD/test_engine" demo scripts tests/data ${quick:---short}
     run "$BUILD/test_stream" demo $quick
     run "$BUILD/test_state" demo tests/data $quick
+    run "$BUILD/test_pass" demo $quick
     run "$BUILD/test_tier" demo
     run "$BUILD/test_stage" demo
     run "$BUILD/test_vram" demo
