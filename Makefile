@@ -56,7 +56,7 @@ PLACE_DIRS := -DK3_SOURCE_DIR='"$(CURDIR)"' -DK3_BUILD_DIR='"$(abspath $(BUILD))
               -DK3_SHARE_DIR='"$(PREFIX)/share/k3"' $(if $(COMMIT),-DK3_COMMIT='"$(COMMIT)"')
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
-PARTS   = $(BUILD)/k3_ledger.o $(BUILD)/k3_model.o $(BUILD)/k3_disk.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/k3_machine.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
+PARTS   = $(BUILD)/k3_ledger.o $(BUILD)/k3_mla.o $(BUILD)/k3_model.o $(BUILD)/k3_disk.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/k3_machine.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 # The k3 program: what tests link too, and what belongs to its main.
 CHAT     = json xtml messages talk show chat_commands edit chat
@@ -65,7 +65,7 @@ CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options args inputs gene
              slice $(CHAT) calls complete)
 CLI_MAIN = $(patsubst %,$(BUILD)/cli/%.o,main help manual)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD)/test_engine $(BUILD)/test_model \
-          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_pass $(BUILD)/test_xtml $(BUILD)/test_tier \
+          $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_pass $(BUILD)/test_mla $(BUILD)/test_xtml $(BUILD)/test_tier \
           $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/test_pool $(BUILD)/test_machine $(BUILD)/tier_chaos $(BUILD)/tls_bad \
           $(BUILD)/k3-tier-fake
 TESTS  += $(BUILD)/test_screen $(BUILD)/test_forecast $(BUILD)/test_options $(BUILD)/libk3.a
@@ -159,6 +159,10 @@ $(BUILD)/%.o: %.c | $(BUILD)
 $(BUILD)/test_engine: $(BUILD)/%: tests/%.c $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(PARTS) $(K3_LIBS)
+
+$(BUILD)/test_mla: tests/test_mla.c $(BUILD)/k3.o $(PARTS)
+	$(call say,CC   $<)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $< $(BUILD)/k3.o $(PARTS) $(K3_LIBS)
 
 $(BUILD)/test_pass: tests/test_pass.c $(BUILD)/k3_state.o $(PARTS)
 	$(call say,CC   $<)

@@ -36,6 +36,7 @@
 #include "k3_error.h"
 #include "k3_disk.h"
 #include "k3_ledger.h"
+#include "k3_mla.h"
 #include "k3_model.h"
 #include "k3_resume.h"
 #include "k3_state.h"
@@ -394,6 +395,7 @@ struct k3_engine {
     char *dir;
     const k3_kernels *kern;
     int n_threads, chunk;
+    uint64_t n_scores; /* floats for scores of MLA */
     k3_pool *pool; /* of n_threads; NULL in an engine that computes nothing */
     ledger mem;
     model files;
@@ -1715,6 +1717,14 @@ STATIC_ASSERT(every_request_fits_a_frame,
                       TIER_MAX_EXPERTS * 4 + (uint64_t)TIER_MAX_ROWS * TIER_MAX_TOP_K * 6 <=
                   TIER_MAX_FRAME);
 
+/* Floats for scores: all that is of use, within 1/32 of the memory above the floor; or the least that there must be. */
+static uint64_t plan_scores(const k3_engine *e, uint64_t floor) {
+    uint64_t least = mla_scores_least(&e->sh, e->plan.context), most = e->mem.limit > floor ? (e->mem.limit - floor) / 128 : 0;
+    uint64_t useful = mla_scores_most(&e->sh, e->plan.context, e->n_threads > 0 ? e->n_threads : 1);
+    if (most > useful) most = useful;
+    return most > least ? most : least;
+}
+
 /* Bytes that a prompt reads for each position, in passes of `chunk` rows that are computed in parts: experts once a
  * pass, the streamed trunk once a part. `left`: memory above the floor, of which scratch takes a share. Rows choose
  * experts as if at random, which the routing of real prompts follows closely from 64 positions on. */
@@ -1831,13 +1841,15 @@ static int plan_make(k3_engine *e, k3_error *err) {
     p->sessions_bytes = o->sessions * p->session_bytes;
     p->snapshot_bytes = (uint64_t)o->snapshots * sh->state_bytes;
     p->slot_bytes = expert_room(&e->files, sh);
+    e->n_scores = mla_scores_least(sh, p->context);
     uint64_t all = matrices_bytes(e, false), trunk = plan_ring_least(e) + plan_pieces(e);
     if (trunk > all) trunk = all; /* small enough to be kept */
     uint64_t chunk = (uint64_t)o->chunk, part;
     plan_rows(e, trunk, &chunk, &part);
     if (o->part) part = (uint64_t)o->part < chunk ? (uint64_t)o->part : chunk;
-    uint64_t fixed = plan_fixed(e, chunk, part);
     p->floor_bytes = plan_fixed(e, o->chunk ? chunk : 1, o->chunk ? part : 1) + trunk;
+    e->n_scores = plan_scores(e, p->floor_bytes);
+    uint64_t fixed = plan_fixed(e, chunk, part);
     if (e->files.header_bytes > OVERHEAD_BYTES / 2) { /* unusual, and over by now */
         uint64_t open = e->mem.used + e->files.header_bytes;
         if (p->floor_bytes < open) p->floor_bytes = open;
@@ -2041,12 +2053,6 @@ static int disk_choose(k3_engine *e, k3_error *err) {
  * heads.
  */
 #define KDA_TILE  32   /* positions whose q, k, v, a of one head are held at once */
-#define MLA_BLOCK 256  /* positions per softmax block (NUMERICS 3)               */
-#define MLA_TOK   8    /* positions x heads whose queries share a pass over the cache */
-#define MLA_HEADS 8
-#define MLA_ROWS (MLA_TOK * MLA_HEADS)
-STATIC_ASSERT(mla_block_is_that_of_numerics_3, MLA_BLOCK == 256);
-STATIC_ASSERT(mla_block_is_whole_groups, MLA_BLOCK % K3_GROUP == 0);
 
 typedef struct { /* [T][.] each; `p` marks packed */
     float *raw[3], *g, *f, *fa, *fap, *b, *att, *attp;
@@ -2054,6 +2060,7 @@ typedef struct { /* [T][.] each; `p` marks packed */
 
 typedef struct {
     float *cq, *cqp, *kv, *q, *g, *att, *attp;
+    float *work, *scores; /* of k3_mla.c, not for each row */
 } mla_bufs;
 
 typedef struct {
@@ -2134,14 +2141,13 @@ typedef struct {
     size_t n_logits;   /* of the last so many rows                   */
     float *logits;
     uint64_t kept;     /* positions from here on can be taken back   */
-} span;
+} pass_span;
 
 /* The rows of one span in the part at work: rows [t, t + n) of the part, at positions pos.. */
 typedef struct {
-    const span *x;
+    const pass_span *x;
     size_t t, n;
     uint64_t pos;
-    size_t n_tiles; /* of queries, in this cut and those before (MLA) */
 } part_cut;
 
 struct k3_pass {
@@ -2150,7 +2156,7 @@ struct k3_pass {
     size_t n_feeds;
     size_t fed[K3_MAX_FEEDS]; /* ids of each feed that ran                                    */
     size_t at, n_room;        /* its rows of the streams: [at, at + n_room)                   */
-    span spans[K3_MAX_FEEDS]; /* of the round at work                                         */
+    pass_span spans[K3_MAX_FEEDS]; /* of the round at work                                         */
     uint32_t n_spans;
     size_t n_rows, n_part;    /* rows of this round; of a part                                */
     size_t n_head;            /* rows whose logits are wanted                                 */
@@ -2238,7 +2244,7 @@ static void kda_carve(kda_bufs *k, bump *b, const k3_shape *sh, uint64_t T) {
     k->b = bump_f32(b, T * sh->kda_heads);
 }
 
-static void mla_carve(mla_bufs *m, bump *b, const k3_shape *sh, uint64_t T) {
+static void mla_carve(mla_bufs *m, bump *b, const k3_shape *sh, uint64_t T, uint64_t n_scores) {
     uint64_t n = (uint64_t)sh->n_heads * sh->v_dim;
     m->cq = bump_f32(b, T * sh->q_lora);
     m->cqp = bump_f32(b, T * k3_pad(sh->q_lora));
@@ -2247,6 +2253,8 @@ static void mla_carve(mla_bufs *m, bump *b, const k3_shape *sh, uint64_t T) {
     m->g = bump_f32(b, T * n);
     m->att = bump_f32(b, T * n);
     m->attp = bump_f32(b, T * k3_pad(n));
+    m->work = bump_f32(b, mla_work_floats(sh));
+    m->scores = bump_f32(b, n_scores);
 }
 
 static void dense_carve(dense_bufs *d, bump *b, const k3_shape *sh, uint64_t T) {
@@ -2269,10 +2277,8 @@ static void moe_carve(moe_bufs *m, bump *b, const k3_shape *sh, uint64_t T, uint
 
 /* Floats one thread needs for its heads (section 9) or expert rows (section 11). */
 static uint64_t local_floats(const k3_shape *sh, uint64_t T) {
-    uint64_t row = k3_pad(sh->kv_lora + sh->rope_dim), lora = k3_pad(sh->kv_lora);
     uint64_t d = sh->kda_dim, kda = KDA_TILE * (5 * d + 1) + d * d + 128; /* kda_rows, a second state */
-    uint64_t mla = MLA_TOK * sh->kv_lora + row + MLA_ROWS * (row + MLA_BLOCK + lora + 2) +
-                   MLA_HEADS * lora + MLA_TOK * lora + lora + 16 * 16;
+    uint64_t mla = mla_local_floats(sh);
     uint64_t moe = 2 * T * ROW_TILE;
     uint64_t n = kda > mla ? kda : mla;
     return round_up(n > moe ? n : moe, 1024);
@@ -2304,7 +2310,7 @@ static void pair_carve(pair_bufs *p, bump *b, const k3_shape *sh, uint64_t n) {
 
 /* How many rows there are: of all open passes, of the longest pass, of a part. */
 typedef struct {
-    uint64_t rows, pass, part, n_threads;
+    uint64_t rows, pass, part, n_threads, n_scores;
 } scratch_size;
 
 static void scratch_carve(struct scratch *s, bump *b, const k3_shape *sh, const scratch_size *size) {
@@ -2332,7 +2338,7 @@ static void scratch_carve(struct scratch *s, bump *b, const k3_shape *sh, const 
     pair_carve(&s->pair, b, sh, size->pass);
     bump arena[4] = {*b, *b, *b, *b};
     kda_carve(&s->kda, &arena[0], sh, T);
-    mla_carve(&s->mla, &arena[1], sh, T);
+    mla_carve(&s->mla, &arena[1], sh, T, size->n_scores);
     dense_carve(&s->dense, &arena[2], sh, T);
     moe_carve(&s->moe, &arena[3], sh, T, s->max_pairs);
     for (int i = 0; i < 4; i++)
@@ -2348,7 +2354,7 @@ static uint64_t rows_beside(const k3_engine *e) {
 
 static scratch_size size_for(const k3_engine *e, uint64_t chunk, uint64_t part) {
     uint64_t beside = rows_beside(e);
-    return (scratch_size){chunk + beside, chunk > beside ? chunk : beside, part, (uint64_t)e->n_threads};
+    return (scratch_size){chunk + beside, chunk > beside ? chunk : beside, part, (uint64_t)e->n_threads, e->n_scores};
 }
 
 static uint64_t scratch_bytes(const k3_engine *e, uint64_t chunk, uint64_t part) {
@@ -2574,16 +2580,16 @@ static float *row_block(const step *st, size_t j, size_t t) {
 }
 
 /* The span that a row of the pass belongs to. */
-static span *row_span(const step *st, size_t row) {
+static pass_span *row_span(const step *st, size_t row) {
     return &st->p->spans[st->b->rows.owner[st->p->at + row]];
 }
 
-static uint64_t row_pos(const span *x, size_t row) { return x->pos + (row - x->row); }
+static uint64_t row_pos(const pass_span *x, size_t row) { return x->pos + (row - x->row); }
 
-static bool span_is_alive(const span *x) { return x->feed->status == 0; }
+static bool span_is_alive(const pass_span *x) { return x->feed->status == 0; }
 
 /* One session's part of the pass is over; the others go on. Its rows are computed on, which changes no other row. */
-PRINTF_LIKE(3, 4) static void span_fail(const span *x, int status, const char *format, ...) {
+PRINTF_LIKE(3, 4) static void span_fail(const pass_span *x, int status, const char *format, ...) {
     va_list args;
     if (!span_is_alive(x)) return;
     va_start(args, format);
@@ -2607,16 +2613,14 @@ static int pass_check(const step *st) {
 
 /* The part at work becomes rows [t0, t0 + n) of the pass. */
 static void part_begin(step *st, size_t t0, size_t n) {
-    size_t n_tiles = 0;
     st->t0 = t0;
     st->T = n;
     st->n_cuts = 0;
     for (uint32_t i = 0; i < st->p->n_spans; i++) {
-        const span *x = &st->p->spans[i];
+        const pass_span *x = &st->p->spans[i];
         size_t from = x->row > t0 ? x->row : t0, end = x->row + x->n < t0 + n ? x->row + x->n : t0 + n;
         if (from >= end || !span_is_alive(x)) continue;
-        n_tiles += (end - from + MLA_TOK - 1) / MLA_TOK;
-        st->cuts[st->n_cuts++] = (part_cut){x, from - t0, end - from, row_pos(x, from), n_tiles};
+        st->cuts[st->n_cuts++] = (part_cut){x, from - t0, end - from, row_pos(x, from)};
     }
 }
 
@@ -2632,7 +2636,7 @@ static int embed(step *st) {
     const place *at = &e->files.at_model[T_EMBED];
     st->t0 = 0;
     for (uint32_t i = 0; i < st->p->n_spans; i++) {
-        const span *x = &st->p->spans[i];
+        const pass_span *x = &st->p->spans[i];
         for (size_t t = 0; t < x->n; t++) {
             int rc = engine_read(e, at->shard, st->b->embed, n * sizeof(uint16_t),
                                  at->offset + x->ids[t] * n * sizeof(uint16_t),
@@ -2648,8 +2652,7 @@ static int embed(step *st) {
  *
  * KDA carries a d x d state and three conv samples per channel; prefill runs the same recurrence
  * as decode, head by head. MLA is always the absorbed form over a cache of latent rows, whose
- * softmax is cut in blocks of 256 absolute positions so that chunking cannot show. Scores beyond
- * one block are recomputed rather than kept: scratch does not grow with the context.
+ * softmax is cut in blocks of 256 absolute positions so that chunking cannot show (k3_mla.c).
  *
  * Rows that can be taken back (k3_session_cut) are not added to the KDA state but kept in the session's journal: what
  * the state needs of them. Their outputs come from a copy of the state. The next pass first adds those that
@@ -2887,153 +2890,6 @@ static int kda(step *st, uint32_t il) {
 
 /* ---- MLA ---- */
 
-/* One thread's attention: nh heads from h0 at nt rows from t0 of the part, all of one session, the first at
- * position pos. Query q of the tile is row q / nh, head q % nh. */
-typedef struct {
-    const step *st;
-    const k3_session *s;
-    uint64_t pos;
-    uint32_t il;
-    size_t h0, nh, t0, nt;
-    size_t row;              /* floats of a cache row: k3_pad(kv_lora + rope)  */
-    size_t lora;             /* k3_pad(kv_lora)                                */
-    const float *cache;      /* [context][row], packed                         */
-    float *qabs, *plain;     /* [nt][kv_lora], one query                       */
-    float *qp;               /* packed queries [nt x nh][row]                  */
-    float *score;            /* [nt x nh][MLA_BLOCK]                           */
-    float *ctx, *ctx_b;      /* [nt x nh][lora], [nh][lora]: in packed order   */
-    float *ctxp;             /* packed [nt][kv_lora] of one head               */
-    float *m, *Z;            /* [nt x nh] running maximum, sum                 */
-} mla_tile;
-
-static void mla_tile_carve(mla_tile *a, float *local) {
-    const k3_shape *sh = &a->st->e->sh;
-    bump b = {(uint8_t *)local, 0};
-    a->row = k3_pad(sh->kv_lora + sh->rope_dim);
-    a->lora = k3_pad(sh->kv_lora);
-    a->cache = a->s->state[a->il];
-    a->qabs = bump_f32(&b, MLA_TOK * sh->kv_lora);
-    a->plain = bump_f32(&b, a->row);
-    a->qp = bump_f32(&b, MLA_ROWS * a->row);
-    a->score = bump_f32(&b, MLA_ROWS * MLA_BLOCK);
-    a->ctx = bump_f32(&b, MLA_ROWS * a->lora);
-    a->ctx_b = bump_f32(&b, MLA_HEADS * a->lora);
-    a->ctxp = bump_f32(&b, MLA_TOK * a->lora);
-    a->m = bump_f32(&b, MLA_ROWS);
-    a->Z = bump_f32(&b, MLA_ROWS);
-}
-
-/* Rows of kv_b that belong to head h: nope of Uk, then v of Uv. */
-static const uint16_t *mla_kv_b(const mla_tile *a, size_t h) {
-    const k3_shape *sh = &a->st->e->sh;
-    return a->st->kv_b + h * (sh->nope_dim + sh->v_dim) * sh->kv_lora;
-}
-
-/* q_abs[j] = sum_i Uk[i][j] q_nope[i]; the query is [q_abs | q_pe], packed. */
-static void mla_queries(const mla_tile *a) {
-    const k3_shape *sh = &a->st->e->sh;
-    const k3_kernels *k = a->st->k;
-    size_t dim = sh->nope_dim + sh->rope_dim, ldq = sh->n_heads * dim, lora = sh->kv_lora;
-    for (size_t hi = 0; hi < a->nh; hi++) {
-        const float *q = a->st->b->mla.q + a->t0 * ldq + (a->h0 + hi) * dim;
-        k->chain_bf16(a->qabs, lora, mla_kv_b(a, a->h0 + hi), lora, sh->nope_dim, lora, q, ldq,
-                      a->nt);
-        for (size_t ti = 0; ti < a->nt; ti++) {
-            memcpy(a->plain, a->qabs + ti * lora, lora * sizeof(float));
-            memcpy(a->plain + lora, q + ti * ldq + sh->nope_dim, sh->rope_dim * sizeof(float));
-            k->pack(a->qp, a->nt * a->nh, ti * a->nh + hi, a->plain, lora + sh->rope_dim);
-        }
-    }
-}
-
-/* How many positions of block b query position ti may see: 0..256. */
-static size_t mla_visible(const mla_tile *a, size_t ti, size_t b) {
-    uint64_t end = a->pos + ti + 1, begin = (uint64_t)b * MLA_BLOCK;
-    if (end <= begin) return 0;
-    return end - begin < MLA_BLOCK ? (size_t)(end - begin) : MLA_BLOCK;
-}
-
-/* score[q][s] = (row_s . query) * scale over one block. */
-static void mla_scores(const mla_tile *a, size_t b) {
-    const k3_shape *sh = &a->st->e->sh;
-    size_t n = mla_visible(a, a->nt - 1, b), n_q = a->nt * a->nh;
-    float scale = (float)(1.0 / sqrt((double)(sh->nope_dim + sh->rope_dim)));
-    a->st->k->matmul_f32(a->score, MLA_BLOCK, a->cache + b * MLA_BLOCK * a->row, n,
-                         sh->kv_lora + sh->rope_dim, a->qp, n_q);
-    for (size_t q = 0; q < n_q; q++)
-        a->st->k->scale(a->score + q * MLA_BLOCK, a->score + q * MLA_BLOCK, scale, n);
-}
-
-/* m[q] = the largest score over everything q sees, before any exp. */
-static void mla_maxima(const mla_tile *a, size_t n_blocks) {
-    for (size_t b = 0; b < n_blocks; b++) {
-        mla_scores(a, b);
-        for (size_t q = 0; q < a->nt * a->nh; q++) {
-            const float *score = a->score + q * MLA_BLOCK;
-            size_t n = mla_visible(a, q / a->nh, b);
-            float m = b == 0 ? score[0] : a->m[q];
-            for (size_t s = 0; s < n; s++) m = score[s] > m ? score[s] : m;
-            a->m[q] = m;
-        }
-    }
-}
-
-/* Z and ctx of block b for the heads of one position, added to what earlier blocks gave. */
-static void mla_block(const mla_tile *a, size_t ti, size_t b, const float *ones) {
-    const k3_kernels *k = a->st->k;
-    size_t n = mla_visible(a, ti, b), q0 = ti * a->nh;
-    if (n == 0) return;
-    float *e = a->score + q0 * MLA_BLOCK, *ctx = a->ctx + q0 * a->lora;
-    for (size_t hi = 0; hi < a->nh; hi++) {
-        float *eh = e + hi * MLA_BLOCK;
-        k->exp_sub(eh, eh, a->m[q0 + hi], n);
-        float Z = k->dot(eh, ones, n);
-        a->Z[q0 + hi] = b == 0 ? Z : a->Z[q0 + hi] + Z;
-    }
-    k->chain_f32(b == 0 ? ctx : a->ctx_b, a->lora, a->cache + b * MLA_BLOCK * a->row, a->row, n,
-                 a->lora, e, MLA_BLOCK, a->nh);
-    if (b > 0) k->add(ctx, a->ctx_b, a->nh * a->lora);
-}
-
-/* att = (Uv (ctx / Z)) * sigmoid(G), one head at a time. */
-static void mla_output(const mla_tile *a) {
-    const k3_shape *sh = &a->st->e->sh;
-    const k3_kernels *k = a->st->k;
-    const mla_bufs *m = &a->st->b->mla;
-    size_t ldo = (size_t)sh->n_heads * sh->v_dim, lora = sh->kv_lora;
-    for (size_t hi = 0; hi < a->nh; hi++) {
-        size_t h = a->h0 + hi, at = a->t0 * ldo + h * sh->v_dim;
-        for (size_t ti = 0; ti < a->nt; ti++) {
-            float *ctx = a->ctx + (ti * a->nh + hi) * a->lora;
-            k->divide(ctx, ctx, a->Z[ti * a->nh + hi], a->lora);
-            for (size_t j = 0; j < lora; j++)
-                a->plain[j] = ctx[j / K3_GROUP * K3_GROUP + k3_xp_lane(j % K3_GROUP)];
-            k->pack(a->ctxp, a->nt, ti, a->plain, lora);
-        }
-        k->matmul_bf16(m->att + at, ldo, mla_kv_b(a, h) + sh->nope_dim * lora, lora, sh->v_dim,
-                       lora, a->ctxp, a->nt);
-        for (size_t ti = 0; ti < a->nt; ti++)
-            k->mul_sigmoid(m->att + at + ti * ldo, m->att + at + ti * ldo, m->g + at + ti * ldo,
-                           sh->v_dim);
-    }
-}
-
-static void mla_attend(const mla_tile *a) {
-    static const float ones[MLA_BLOCK] = {
-#define ONES8 1, 1, 1, 1, 1, 1, 1, 1
-#define ONES64 ONES8, ONES8, ONES8, ONES8, ONES8, ONES8, ONES8, ONES8
-        ONES64, ONES64, ONES64, ONES64};
-    STATIC_ASSERT(ones_fill_a_block, MLA_BLOCK == 4 * 64);
-    size_t n_blocks = (size_t)((a->pos + a->nt - 1) / MLA_BLOCK) + 1;
-    mla_queries(a);
-    mla_maxima(a, n_blocks);
-    for (size_t b = 0; b < n_blocks; b++) {
-        if (n_blocks > 1) mla_scores(a, b); /* a single block's scores are still here */
-        for (size_t ti = 0; ti < a->nt; ti++) mla_block(a, ti, b, ones);
-    }
-    mla_output(a);
-}
-
 /* Norm one new cache row [c | k_pe] and store it packed. */
 static void mla_latent(void *ctx, size_t t, int i_thread) {
     const head_loop *l = ctx;
@@ -3041,7 +2897,7 @@ static void mla_latent(void *ctx, size_t t, int i_thread) {
     const k3_shape *sh = &st->e->sh;
     size_t n = sh->kv_lora + sh->rope_dim, row = k3_pad(n);
     float *kv = st->b->mla.kv + t * n;
-    const span *x = row_span(st, st->t0 + t);
+    const pass_span *x = row_span(st, st->t0 + t);
     (void)i_thread;
     if (!span_is_alive(x)) return;
     rms(st->k, kv, st->e->layers[l->il].v[T_KV_A_NORM], sh->kv_lora, sh->eps_lora);
@@ -3058,31 +2914,34 @@ static void mla_latents(step *st, uint32_t il) {
     loop_run(e, K3_PART_ROW, st->T, sh->kv_lora, mla_latent, &(head_loop){st, il});
 }
 
-/* Tiles of MLA_TOK rows, those of one session. */
-static size_t mla_row_tiles(const step *st) { return st->n_cuts ? st->cuts[st->n_cuts - 1].n_tiles : 0; }
-
-/* One tile of heads and rows. */
-static void mla_one_tile(void *ctx, size_t i, int i_thread) {
-    const head_loop *l = ctx;
-    step *st = l->st;
-    size_t n_tiles = mla_row_tiles(st), n_heads = st->e->sh.n_heads, i_tile = i % n_tiles, first = 0;
-    const part_cut *x = st->cuts;
-    for (; i_tile >= x->n_tiles; x++) first = x->n_tiles;
-    size_t from = (i_tile - first) * MLA_TOK; /* row of it */
-    mla_tile a = {.st = st, .il = l->il, .s = x->x->s, .pos = x->pos + from};
-    a.h0 = i / n_tiles * MLA_HEADS;
-    a.t0 = x->t + from;
-    a.nh = n_heads - a.h0 < MLA_HEADS ? n_heads - a.h0 : MLA_HEADS;
-    a.nt = x->n - from < MLA_TOK ? x->n - from : MLA_TOK;
-    mla_tile_carve(&a, step_local(st, i_thread));
-    mla_attend(&a);
+static void mla_loop(void *user, size_t n, uint64_t unit_ns, pool_fn fn, void *ctx) {
+    loop_run(user, K3_PART_ATTENTION, n, unit_ns, fn, ctx);
 }
 
 /* All heads over all rows of the part. */
 static void mla_heads(step *st, uint32_t il) {
-    size_t n_groups = (st->e->sh.n_heads + MLA_HEADS - 1) / MLA_HEADS;
-    loop_run(st->e, K3_PART_ATTENTION, n_groups * mla_row_tiles(st), 100000, mla_one_tile,
-             &(head_loop){st, il});
+    k3_engine *e = st->e;
+    const mla_bufs *b = &st->b->mla;
+    mla_cut cut[K3_MAX_FEEDS];
+    for (uint32_t i = 0; i < st->n_cuts; i++) {
+        const part_cut *x = &st->cuts[i];
+        cut[i] = (mla_cut){x->x->s->state[il], x->pos, x->t, x->n};
+    }
+    const mla_args a = {.sh = &e->sh,
+                        .k = st->k,
+                        .n_threads = e->n_threads,
+                        .loop = mla_loop,
+                        .user = e,
+                        .kv_b = st->kv_b,
+                        .q = b->q,
+                        .g = b->g,
+                        .att = b->att,
+                        .local = st->b->local,
+                        .local_floats = st->b->local_floats,
+                        .work = b->work,
+                        .scores = b->scores,
+                        .n_scores = (size_t)e->n_scores};
+    mla_attend(&a, cut, st->n_cuts);
 }
 
 /* f = MLA(xp). Shapes as kda(). */
@@ -3168,7 +3027,7 @@ static int router(step *st, uint32_t il) {
     const pair_bufs *b = &st->b->pair;
     loop_run(st->e, K3_PART_ROW, st->T, 4 * sh->n_experts, router_row, &(head_loop){st, il});
     for (size_t row = st->t0; row < st->t0 + st->T; row++) {
-        const span *x = row_span(st, row);
+        const pass_span *x = row_span(st, row);
         if (!span_is_alive(x)) continue;
         if (b->is_bad[row])
             span_fail(x, K3_ENUMERIC,
@@ -3442,7 +3301,7 @@ static void far_audit(step *st) {
 static int far_judge(step *st, uint32_t il) {
     far_compare(st);
     for (uint32_t i = 0; i < st->p->n_spans; i++) {
-        const span *x = &st->p->spans[i];
+        const pass_span *x = &st->p->spans[i];
         k3_error why;
         x->s->is_unverified = x->s->is_unverified || st->is_unseen;
         if (far_trust(x->s, &why) < 0)
@@ -3865,7 +3724,7 @@ static int layer_check(step *st, uint32_t il) {
     pos_loop l = {.st = st, .il = il};
     loop_run(st->e, K3_PART_ROW, st->T, st->e->sh.hidden / 8, layer_check_row, &l);
     for (size_t row = st->t0; row < st->t0 + st->T; row++) {
-        const span *x = row_span(st, row);
+        const pass_span *x = row_span(st, row);
         if (st->b->pair.is_bad[row])
             span_fail(x, K3_ENUMERIC, "layer %u: the residual at position %llu is NaN or infinite", il,
                       (unsigned long long)row_pos(x, row));
@@ -3935,7 +3794,7 @@ static int forward_layer(step *st, uint32_t il) {
 static size_t head_list(const step *st, size_t *at) {
     size_t n = 0, seen = 0, V = st->e->sh.vocab_size;
     for (uint32_t i = 0; i < st->p->n_spans; i++) {
-        const span *x = &st->p->spans[i];
+        const pass_span *x = &st->p->spans[i];
         size_t first = x->row + x->n - x->n_logits;
         for (size_t j = 0; j < x->n_logits; j++, seen++) {
             if (seen < *at || n == st->p->n_part) continue;
@@ -3959,7 +3818,7 @@ static int forward_head(step *st) {
         int rc = linear(st, sh->n_layers, n, &(job){NULL, T_LM_HEAD, st->b->xp}, 1);
         if (rc < 0) return rc;
         for (size_t i = 0; i < n; i++) {
-            const span *x = row_span(st, st->b->row_at[i]);
+            const pass_span *x = row_span(st, st->b->row_at[i]);
             if (!st->k->is_finite(st->b->to[i], V))
                 span_fail(x, K3_ENUMERIC, "head: a logit at position %llu is NaN or infinite",
                           (unsigned long long)row_pos(x, st->b->row_at[i]));
@@ -4669,8 +4528,8 @@ static void round_list(k3_pass *p) {
         k3_feed *f = &p->feed[i];
         size_t left = f->n - p->fed[i], n = left < p->n_room - p->n_rows ? left : p->n_room - p->n_rows;
         if (f->status < 0 || left == 0) continue;
-        span *x = &p->spans[p->n_spans];
-        *x = (span){.s = f->session, .feed = f, .ids = f->ids + p->fed[i], .n = n, .row = p->n_rows};
+        pass_span *x = &p->spans[p->n_spans];
+        *x = (pass_span){.s = f->session, .feed = f, .ids = f->ids + p->fed[i], .n = n, .row = p->n_rows};
         x->pos = f->session->pos;
         x->kept = x->pos + left - f->revocable;
         x->n_logits = f->rows == K3_ROWS_ALL ? n : f->rows == K3_ROWS_LAST && n == left ? 1 : 0;
@@ -4701,7 +4560,7 @@ static void round_end(k3_pass *p) {
     const k3_shape *sh = &p->e->sh;
     const uint64_t *trace = p->e->scratch->rows.trace + p->at * sh->n_layers;
     for (uint32_t i = 0; i < p->n_spans; i++) {
-        const span *x = &p->spans[i];
+        const pass_span *x = &p->spans[i];
         k3_session *s = x->s;
         size_t i_feed = (size_t)(x->feed - p->feed);
         if (!span_is_alive(x)) continue;
