@@ -60,9 +60,10 @@ PARTS   = $(BUILD)/k3_ledger.o $(BUILD)/k3_mla.o $(BUILD)/k3_model.o $(BUILD)/k3
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 # The k3 program: what tests link too, and what belongs to its main.
 CHAT     = json xtml messages talk show chat_commands edit chat
-CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options args inputs generate screen place gpu \
+CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options args inputs generate drafts screen place gpu \
              run bench bench_kernels replay reader hop where verify resume plan forecast info tokenize cache \
              slice $(CHAT) calls complete)
+CLI     += $(BUILD)/draft_ngram.o $(BUILD)/draft_gate.o
 CLI_MAIN = $(patsubst %,$(BUILD)/cli/%.o,main help manual)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD)/test_engine $(BUILD)/test_model \
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_pass $(BUILD)/test_mla $(BUILD)/test_xtml $(BUILD)/test_tier \
@@ -209,7 +210,7 @@ $(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o
 
 # Client and server in one program, so without the client's object.
 $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c tier_server.c tier_client.c tier_keep.h \
-  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_ledger.o $(BUILD)/k3_model.o $(BUILD)/k3_disk.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/k3_machine.o \
+  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_ledger.o $(BUILD)/k3_mla.o $(BUILD)/k3_model.o $(BUILD)/k3_disk.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/k3_machine.o \
   $(BUILD)/tier_dial.o $(BUILD)/tier_tls.o $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ tests/fuzz_tier.c \

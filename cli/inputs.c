@@ -303,11 +303,19 @@ void ram_say(const console *con, const k3_options *o) {
         say("note: %s", text);
 }
 
+int engine_open_drafts(k3_engine **e, const k3_options *o, k3_error *err) {
+    int status = k3_engine_open(e, o, err);
+    if (status != K3_EBUDGET || o->revocable == 0) return status;
+    k3_options less = *o;
+    less.revocable = 0;
+    return k3_engine_open(e, &less, err);
+}
+
 int engine_open(k3_engine **e, const k3_options *o) {
     console *con = o->user;
     k3_error err = {{0}};
     if (!o->headers_only && !o->config_only) ram_say(con, o);
-    int status = k3_engine_open(e, o, &err);
+    int status = engine_open_drafts(e, o, &err);
     console_clear(con);
     if (status < 0) return fail_status(status, &err);
     threads_say(con, *e, o);
