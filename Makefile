@@ -69,7 +69,7 @@ TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD
           $(BUILD)/test_stream $(BUILD)/test_state $(BUILD)/test_pass $(BUILD)/test_mla $(BUILD)/test_xtml $(BUILD)/test_tier \
           $(BUILD)/test_stage $(BUILD)/test_vram $(BUILD)/test_dial $(BUILD)/test_pool $(BUILD)/test_machine $(BUILD)/tier_chaos $(BUILD)/tls_bad \
           $(BUILD)/k3-tier-fake
-TESTS  += $(BUILD)/test_screen $(BUILD)/test_forecast $(BUILD)/test_options $(BUILD)/libk3.a
+TESTS  += $(BUILD)/test_screen $(BUILD)/test_forecast $(BUILD)/test_options $(BUILD)/test_draft $(BUILD)/libk3.a
 REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(BUILD)/replay_index \
           $(BUILD)/replay_state $(BUILD)/replay_tier $(BUILD)/replay_slice
 
@@ -228,7 +228,7 @@ $(BUILD)/test_screen: tests/test_screen.c $(BUILD)/cli/screen.o
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $< $(BUILD)/cli/screen.o
 
-$(BUILD)/test_forecast $(BUILD)/test_options: $(BUILD)/%: tests/%.c $(CLI) $(ENGINE)
+$(BUILD)/test_forecast $(BUILD)/test_options $(BUILD)/test_draft: $(BUILD)/%: tests/%.c $(CLI) $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
 

@@ -17,29 +17,33 @@ void draft_gate_init(draft_gate *g) { memset(g, 0, sizeof *g); }
 
 int draft_gate_class(size_t match) { return match < 8 ? 0 : match < 12 ? 1 : match < 24 ? 2 : 3; }
 
-/* Seconds of a pass of width w. One that was not measured costs as if it read the experts of w rows: w^0.74 times a
- * narrower one, which is the most it can cost where all comes from disk; and no more than a wider one. */
+/* Seconds of a pass of width w. One that was not measured costs (w / u)^p times the next narrower one, of width u: p is
+ * what was measured between widths 1 and u, at first 0.74, by which w rows of a text need more experts than one; and no
+ * more than a wider one that was measured. */
 static double cost(const draft_gate *g, size_t w) {
     size_t u = w, v = w;
     while (u > 1 && g->n_timed[u] < ENOUGH_TIMED) u--;
     while (v <= GATE_DRAFTS && g->n_timed[v] < ENOUGH_TIMED) v++;
-    double seconds = g->seconds[u] * pow((double)w / (double)u, 0.74);
+    double p = u > 1 && g->seconds[u] > g->seconds[1] ? log(g->seconds[u] / g->seconds[1]) / log((double)u) : u > 1 ? 0 : 0.74;
+    double seconds = g->seconds[u] * pow((double)w / (double)u, p);
     bool is_wider = v <= GATE_DRAFTS + 1 && g->n_timed[v] >= ENOUGH_TIMED && g->seconds[v] < seconds;
     return is_wider ? g->seconds[v] : seconds;
 }
 
-static double acceptance(const draft_gate *g, int class, size_t k) {
-    return (g->hits[class][k] + PRIOR_TRIALS * PRIOR[class]) / (g->trials[class][k] + PRIOR_TRIALS);
+/* The chance that draft k is right if those before were; what was seen of the one before stands for a few trials. */
+static double acceptance(const draft_gate *g, int class, size_t k, double before) {
+    return (g->hits[class][k] + PRIOR_TRIALS * before) / (g->trials[class][k] + PRIOR_TRIALS);
 }
 
 size_t draft_gate_choose(draft_gate *g, int class, size_t n) {
     size_t best = 0;
-    double base, most, expected = 1, chance = 1, least = 0;
+    double base, most, expected = 1, chance = 1, least = 0, a = PRIOR[class];
     if (n > GATE_DRAFTS) n = GATE_DRAFTS;
     if (g->n_paused > 0 || g->n_timed[1] < ENOUGH_TIMED) return 0;
     base = most = 1 / cost(g, 1);
     for (size_t k = 0; k < n; k++) {
-        chance *= acceptance(g, class, k);
+        a = acceptance(g, class, k, a);
+        chance *= a;
         expected += chance;
         double c = cost(g, k + 2);
         least = c > least ? c : least; /* a wider pass costs no less */
