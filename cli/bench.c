@@ -125,7 +125,7 @@ static int bench_open(bench_state *b) {
     if (!o.context) o.context = most;
     for (size_t i = 0; i < b->n_prompt; i++)
         bytes += sizeof(id_list) * 2 + 32 + b->prompt[i].n * 4 * sizeof(uint32_t);
-    o.caller_bytes = beyond_allowance(bytes + drafts_bytes(args_draft(a), o.context, b->shape.vocab_size));
+    o.caller_bytes = beyond_allowance(bytes);
     o.revocable = drafts_revocable(args_draft(a));
     rc = engine_open(&b->e, &o);
     if (rc == DONE && !a->quiet && is_streaming(b->e)) plan_say(b->e);

@@ -263,7 +263,7 @@ static int chat_engine(chat *c) {
     o.snapshots = (uint32_t)c->a->chat.undo;
     o.revocable = drafts_revocable(args_draft(c->a));
     ram_say(&c->con, &o);
-    int status = k3_engine_open(&c->e, &o, &err);
+    int status = engine_open_drafts(&c->e, &o, &err);
     console_clear(&c->con);
     if (status == K3_EBUDGET && o.snapshots && !is_given(c->a, "--undo")) {
         o.snapshots = 0;

@@ -287,7 +287,6 @@ static uint64_t run_bytes(const run_state *r, uint64_t context) {
     uint64_t n_said = r->a->tokens < most ? r->a->tokens : most;
     uint64_t bytes = r->prompt.n + (r->prompt.n + n) * sizeof(uint32_t) + n_said * 16;
     if (r->a->json) bytes += n_said * 128;
-    bytes += drafts_bytes(args_draft(r->a), most, 1 << 18);
     return beyond_allowance(bytes);
 }
 
