@@ -52,6 +52,7 @@ programs() {
         skipped=$((skipped + 1))
     fi
     [ -n "$quick" ] || run tests/test_docs.py
+    ! command -v python3 >/dev/null || run python3 tests/test_serve.py
     run tests/test_cache.sh $quick
     run tests/test_tier.sh demo
     run tests/test_slice.sh demo
