@@ -29,6 +29,9 @@ uint32_t *k3_state_ids(k3_session *s); /* u32[context] */
 /* The arrays and ids were filled for n_pos positions: go on from there. */
 void k3_state_resume(k3_session *s, uint64_t n_pos, bool is_unverified);
 
+/* The session's position becomes `pos`, without a look; for k3_cache_store_at. */
+void k3_state_set_pos(k3_session *s, uint64_t pos);
+
 /* Rows that could be taken back become part of the state, which can then be read. */
 void k3_state_settle(k3_session *s);
 
