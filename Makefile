@@ -61,7 +61,7 @@ PLACE_DIRS := -DK3_SOURCE_DIR='"$(CURDIR)"' -DK3_BUILD_DIR='"$(abspath $(BUILD))
               -DK3_SHARE_DIR='"$(PREFIX)/share/k3"' $(if $(COMMIT),-DK3_COMMIT='"$(COMMIT)"')
 
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
-PARTS   = $(BUILD)/k3_ledger.o $(BUILD)/k3_mla.o $(BUILD)/k3_model.o $(BUILD)/k3_disk.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/k3_machine.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
+PARTS   = $(BUILD)/k3_ledger.o $(BUILD)/k3_sums.o $(BUILD)/k3_sample.o $(BUILD)/k3_mla.o $(BUILD)/k3_model.o $(BUILD)/k3_disk.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/k3_machine.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 # The k3 program: what tests link too, and what belongs to its main.
 CHAT     = json xtml messages talk show chat_commands edit chat
@@ -162,9 +162,9 @@ $(BUILD)/%.o: %.c | $(BUILD)
 	$(Q)$(CC) $(ALL_CFLAGS) -c -o $@ $<
 
 # Tests that include the file under test; unused statics are then no fault.
-$(BUILD)/test_engine: $(BUILD)/%: tests/%.c $(PARTS)
+$(BUILD)/test_engine: $(BUILD)/%: tests/%.c $(filter-out %/k3_sample.o,$(PARTS))
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(PARTS) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
 $(BUILD)/test_mla: tests/test_mla.c $(BUILD)/k3.o $(PARTS)
 	$(call say,CC   $<)
@@ -181,7 +181,7 @@ $(BUILD)/test_stream: tests/test_stream.c $(filter-out %/k3_ledger.o,$(PARTS))
 
 # k3_model.c is included too; of test_model k3_disk.c, so that its reads fail when the test says so.
 BUT_MODEL = $(filter-out %/k3_model.o,$(PARTS))
-$(BUILD)/test_model: tests/test_model.c $(filter-out %/k3_disk.o,$(BUT_MODEL))
+$(BUILD)/test_model: tests/test_model.c $(filter-out %/k3_disk.o %/k3_sums.o,$(BUT_MODEL))
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
@@ -215,7 +215,7 @@ $(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o
 
 # Client and server in one program, so without the client's object.
 $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c tier_server.c tier_client.c tier_keep.h \
-  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_ledger.o $(BUILD)/k3_mla.o $(BUILD)/k3_model.o $(BUILD)/k3_disk.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/k3_machine.o \
+  tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_ledger.o $(BUILD)/k3_sums.o $(BUILD)/k3_sample.o $(BUILD)/k3_mla.o $(BUILD)/k3_model.o $(BUILD)/k3_disk.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/k3_machine.o \
   $(BUILD)/tier_dial.o $(BUILD)/tier_tls.o $(KERNELS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ tests/fuzz_tier.c \

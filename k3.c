@@ -4,20 +4,20 @@
  *    1  Status, clock, floating-point state
  *    4  Reference kernels (the definition of the bits) and the picker
  *                      (2, the byte ceiling, is k3_ledger.c; 3 and 5, config.json and shards, k3_model.c)
- *    6  The bytes: (6.1, the disk, is k3_disk.c), 6.2 trunk, 6.3 streamed rows, 6.4 experts in slots, 6.5 pins, 6.6 sums,
- *       6.7 the plan that divides the budget, 6.8 opening the disk
+ *    6  The bytes: (6.1, the disk, is k3_disk.c), 6.2 trunk, 6.3 streamed rows, 6.4 experts in slots, 6.5 pins,
+ *       (6.6, sums, is k3_sums.c), 6.7 the plan that divides the budget, 6.8 opening the disk
  * What one token does
  *    8  Embedding and norms          (7, text to ids, is k3_text.c)
  *    9  KDA and MLA
  *   10  Router
  *   11  Experts: store, far boxes, exact sum
  *   12  AttnRes, one layer, head
- *   13  Sampling
+ *                      (13, sampling, is k3_sample.c)
  * Who asks
  *   14  State: what of a session is saved, snapshots      (its files are k3_state.c)
- *   15  Sessions
+ *   15  Sessions, cutting back, passes
  *   16  Oracle
- *   17  Public functions
+ *   17  Public functions            (verify is in k3_sums.c)
  *   18  What the tier server shares
  *
  * Invariants
@@ -35,6 +35,8 @@
 #include "k3_common.h"
 #include "k3_error.h"
 #include "k3_disk.h"
+#include "k3_fp.h"
+#include "k3_inside.h"
 #include "k3_ledger.h"
 #include "k3_mla.h"
 #include "k3_model.h"
@@ -88,29 +90,6 @@ const char *k3_status_name(int status) {
     STATIC_ASSERT(every_status_has_a_name, sizeof name / sizeof *name == -K3_ENUMERIC + 1);
     int i = status >= 0 ? 0 : -status;
     return i < (int)(sizeof name / sizeof *name) ? name[i] : "unknown status";
-}
-
-/* The caller's own state, given back when a public function returns. */
-static uint64_t fp_save(void) {
-#if defined(__SSE2__)
-    return _mm_getcsr();
-#elif defined(__aarch64__)
-    uint64_t v;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(v));
-    return v;
-#else
-    return 0;
-#endif
-}
-
-static void fp_restore(uint64_t saved) {
-#if defined(__SSE2__)
-    _mm_setcsr((unsigned)saved);
-#elif defined(__aarch64__)
-    __asm__ volatile("msr fpcr, %0" : : "r"(saved));
-#else
-    (void)saved;
-#endif
 }
 
 /* Some libms round fmaf twice; such a machine cannot keep the contract. The first two cases
@@ -302,130 +281,6 @@ const k3_kernels k3_kernels_ref = {
  * ring of memory in the order in which a token uses them, read ahead as far as the ring is free,
  * into the next token if need be. Embedding rows are read as needed.
  */
-typedef struct {
-    const uint16_t *m[N_TENSORS]; /* resident bf16 matrices; NULL: streamed or not of this layer */
-    const float *v[N_TENSORS];    /* vectors and conv weights, f32                               */
-    const float *u_att, *u_mlp;   /* AttnRes: res_norm * res_proj                                */
-    const float *A;               /* exp(A_log), [kda_heads]                                     */
-    bool is_resident[N_TENSORS];
-    void *block;
-    uint64_t block_bytes;
-} layer;
-
-/* Rows of one streamed matrix. */
-typedef struct {
-    uint32_t il; /* n_layers for the head */
-    uint32_t segment;
-    uint16_t t, i_shard;
-    uint32_t row, n_rows;
-    uint64_t offset, n, sum;
-    bool has_sum;
-} piece;
-
-#define STREAM_LIVE 64
-#define PIECE_BYTES (8u << 20) /* a streamed piece, about */
-#define PIECE_ROWS  96         /* its rows are a multiple of this     */
-STATIC_ASSERT(streamed_pieces_are_whole_tiles, PIECE_ROWS % ROW_TILE == 0);
-
-typedef struct {
-    piece *pieces; /* [n_pieces] in order of use; the head's after n_body */
-    uint64_t pieces_bytes;
-    uint32_t n_pieces, n_body;
-    uint32_t *segment; /* [2 x n_layers + 2] the first piece of each segment, and n_pieces */
-    uint32_t turns, head_turns; /* how often the pass at work reads a segment; the head's   */
-    const k3_pass *owner; /* the pass at work                                           */
-    bool is_midway;       /* it has begun and not ended                                 */
-    uint8_t *bytes;
-    uint64_t cap, at; /* next free byte of the ring */
-    struct {
-        uint32_t i_piece;
-        uint64_t at;
-        io_req req;
-    } live[STREAM_LIVE];         /* asked for, oldest first, from `first` */
-    uint32_t first, n_live, i_read, i_turn; /* i_read: the next piece to ask for, in which turn */
-    bool is_next_pass;
-} stream;
-
-/* Experts: see the store below. */
-enum slot_state { SLOT_FREE, SLOT_READING, SLOT_FULL };
-typedef struct {
-    uint32_t il, ie;
-    float heat;
-    uint64_t tick;
-    enum slot_state state;
-    bool is_pinned, is_guess, is_doomed;
-    bool is_kept; /* named in the file of pins: stays for good, beside the quota */
-    bool is_fill; /* read because the slot was empty; among the held from the start */
-    int n_reqs;
-    io_req req[N_EXPERT_TENSORS];
-} slot;
-
-typedef struct {
-    slot *slots;
-    uint8_t *bytes;     /* [n_slots][slot_bytes]                        */
-    uint64_t slot_bytes, meta_bytes;
-    uint32_t n_slots, quota;
-    int32_t *slot_of;   /* [n_moe][n_experts], -1: not here             */
-    uint32_t *n_held;   /* [n_moe] full slots that may stay             */
-    uint32_t *free, n_free;
-    uint32_t *guess, n_guess; /* [n_experts] slots read ahead for the next layer; in scratch */
-    uint32_t n_doomed;  /* guesses nobody wants, still being read       */
-    uint32_t n_kept;    /* pinned by the file of pins                   */
-    uint64_t tick;
-} store;
-
-/* Sums of everything that is ever read at once. */
-typedef struct {
-    const uint64_t *sum; /* NULL: none                                                 */
-    uint32_t *first;     /* [n_layers + 1][N_TENSORS] the first sum of a trunk tensor    */
-    uint64_t expert0;    /* the first sum of the first expert ...                        */
-    uint32_t per_expert; /* ... and how many each has: 1, or 6 where some are not whole, */
-    bool has_contents;   /* and, counted in per_expert, a last one of its contents       */
-    uint64_t n, block_bytes;
-    void *block;
-} sums;
-
-struct scratch;
-
-#define ZEROS_NAMED 8
-
-struct k3_engine {
-    k3_shape sh;
-    k3_options opt;
-    char *dir;
-    const k3_kernels *kern;
-    int n_threads, chunk;
-    uint64_t n_scores; /* floats for scores of MLA */
-    k3_pool *pool; /* of n_threads; NULL in an engine that computes nothing */
-    ledger mem;
-    model files;
-    disk io;
-    layer *layers; /* [n_layers + 1]; the last is the head: lm_head, norm, output u_att */
-    stream stream;
-    store store;
-    sums sums;
-    uint8_t *bounce; /* for small reads: vectors, rows of the embedding */
-    uint64_t bounce_bytes;
-    k3_plan plan;
-    struct scratch *scratch;     /* one step at a time uses it */
-    k3_pass *passes;             /* that are open              */
-    pthread_mutex_t step, accounts; /* the latter guards the ledger and the fingerprint */
-    k3_fingerprints print;       /* sampled 0: not yet asked for (section 14)        */
-    uint64_t stamp;              /* of the files when they were opened (section 14)  */
-    k3_stats stats;
-    tier *far; /* the far boxes; NULL: none */
-    void *far_block;
-    uint64_t far_bytes;
-    uint32_t far_rows;       /* longest chunk they are asked about */
-    double disk_ns, pair_ns; /* running: one more expert from disk, one (position, expert) */
-    int64_t *far_sums; /* [boxes][far_rows][latent] answers that are computed here too, or NULL */
-    uint32_t n_far_boxes;
-    uint32_t far_dice[64], n_far_dice; /* random numbers; how many are not used yet */
-    uint64_t zeros[ZEROS_NAMED];       /* what was told to be nothing but zeros (6.2) */
-    uint32_t n_zeros;
-    slot *far_fill; /* the last slot that was filled with what a box serves; NULL: none */
-};
-
 /* Read n bytes to `to` by way of the bounce buffer; `sum` is their XXH3, or NULL. What is too long
  * for one read is checked as a whole; when it does not match it is read once more, and then from
  * other copies than the first time. */
@@ -454,7 +309,7 @@ static int engine_read(k3_engine *e, uint16_t i_shard, void *to, uint64_t n, uin
     return sum_fail(&e->files.shards[i_shard], offset, n, err);
 }
 
-static int engine_progress(k3_engine *e, k3_phase phase, uint64_t done, uint64_t total, int il,
+int engine_progress(k3_engine *e, k3_phase phase, uint64_t done, uint64_t total, int il,
                            k3_error *err) {
     bool is_new[K3_MAX_COPIES] = {false};
     if (e->io.read) pthread_mutex_lock(&e->io.lock);
@@ -479,33 +334,33 @@ static int engine_progress(k3_engine *e, k3_phase phase, uint64_t done, uint64_t
 }
 
 /* A tensor that is kept as f32: everything that is no bf16 matrix. */
-static bool is_vector(enum tensor t) {
+bool tensor_is_vector(enum tensor t) {
     const tensor_def *d = &TENSOR[t];
     return d->dtype == F32 || d->n_dims == 1 || d->dims[0] == D_1;
 }
 
-static bool layer_has_tensor(const k3_shape *sh, uint32_t il, int t) {
+bool layer_has_tensor(const k3_shape *sh, uint32_t il, int t) {
     if (il == sh->n_layers) return TENSOR[t].part == IN_MODEL && t != T_EMBED;
     return layer_has(sh, il, TENSOR[t].part);
 }
 
 static uint64_t resident_bytes(const model *m, enum tensor t) {
     uint64_t n = tensor_elements(m->dims, t);
-    return round_up(n * (is_vector(t) ? sizeof(float) : sizeof(uint16_t)), 64);
+    return round_up(n * (tensor_is_vector(t) ? sizeof(float) : sizeof(uint16_t)), 64);
 }
 
 /* Name a trunk tensor before the cause. */
-static int fail_tensor(const k3_engine *e, uint32_t il, int t, int rc, k3_error *err) {
+int fail_tensor(const k3_engine *e, uint32_t il, int t, int rc, k3_error *err) {
     if (il == e->sh.n_layers) return fail_in(err, rc, "%s", TENSOR[t].name);
     return fail_in(err, rc, "%s of layer %u", TENSOR[t].name, il);
 }
 
-static const place *trunk_place(const k3_engine *e, uint32_t il, int t) {
+const place *trunk_place(const k3_engine *e, uint32_t il, int t) {
     return t < N_MODEL_TENSORS ? &e->files.at_model[t] : &e->files.at[il][t];
 }
 
-static uint64_t tensor_rows(const model *m, int t) { return m->dims[TENSOR[t].dims[0]]; }
-static uint64_t tensor_cols(const model *m, int t) { return m->dims[TENSOR[t].dims[1]]; }
+uint64_t tensor_rows(const model *m, int t) { return m->dims[TENSOR[t].dims[0]]; }
+uint64_t tensor_cols(const model *m, int t) { return m->dims[TENSOR[t].dims[1]]; }
 
 /* Rows per piece: whole tiles, about PIECE_BYTES. kv_b is used whole. */
 static uint64_t piece_rows(const model *m, int t) {
@@ -516,7 +371,7 @@ static uint64_t piece_rows(const model *m, int t) {
     return n < rows ? n : rows;
 }
 
-static uint64_t piece_bytes(const model *m, int t) {
+uint64_t piece_bytes(const model *m, int t) {
     return piece_rows(m, t) * tensor_cols(m, t) * sizeof(uint16_t);
 }
 
@@ -532,25 +387,25 @@ static const uint64_t *trunk_sum(const k3_engine *e, uint32_t il, int t, uint64_
  * numbers like others: scale code 0, weights of 0. So a tensor of zeros and nothing else is told: verify refuses it,
  * a run makes a note. What may be zero in a model is a bias, and the trunk of a shard that says so itself
  * (shard.is_sparse). Weights differ from zero in their first bytes, and there the look at them ends. */
-static bool is_zeros(const uint8_t *p, uint64_t n) {
+bool bytes_are_zeros(const uint8_t *p, uint64_t n) {
     return n > 0 && p[0] == 0 && memcmp(p, p + 1, (size_t)n - 1) == 0;
 }
 
-static bool tensor_may_be_zero(const k3_engine *e, uint32_t il, int t) {
+bool tensor_may_be_zero(const k3_engine *e, uint32_t il, int t) {
     return t == T_ROUTER_BIAS || t == T_DT_BIAS || t == T_A_LOG ||
            e->files.shards[trunk_place(e, il, t)->shard].is_sparse;
 }
 
 /* The first of an expert's tensors that is nothing but zeros, or -1. */
-static int expert_zeros(const k3_shape *sh, const expert_view *x) {
+int expert_zeros(const k3_shape *sh, const expert_view *x) {
     for (int k = 0; k < N_EXPERT_TENSORS; k++)
-        if (is_zeros(x->p[k], expert_tensor_bytes(sh, k))) return k;
+        if (bytes_are_zeros(x->p[k], expert_tensor_bytes(sh, k))) return k;
     return -1;
 }
 
 /* "expert 3 of layer 5: w1.weight_scale has 344064 bytes of zeros and no other (FILE, offset 0x..)": n bytes from
  * `from` on of a tensor. */
-static void zeros_text(const k3_engine *e, const name_id *id, uint64_t from, uint64_t n, char *out,
+void zeros_text(const k3_engine *e, const name_id *id, uint64_t from, uint64_t n, char *out,
                        size_t cap) {
     char what[160];
     const place *at = id->expert_tensor < 0 ? trunk_place(e, id->il, (int)id->tensor) : NULL;
@@ -603,7 +458,7 @@ static void zeros_look(k3_engine *e, uint32_t il, int t, uint64_t from, const ui
                        uint64_t n) {
     const name_id id = {(enum tensor)t, -1, il, 0};
     if (p[0] == 0 && !tensor_may_be_zero(e, il, t) && zeros_are_news(e, &id, false) &&
-        is_zeros(p, n))
+        bytes_are_zeros(p, n))
         zeros_note(e, &id, from, n);
 }
 
@@ -684,7 +539,7 @@ static const float *fold_res(const float *norm, const float *proj, uint64_t n) {
 
 static bool is_loaded(const k3_engine *e, uint32_t il, int t) {
     return layer_has_tensor(&e->sh, il, t) &&
-           (is_vector((enum tensor)t) || e->layers[il].is_resident[t]);
+           (tensor_is_vector((enum tensor)t) || e->layers[il].is_resident[t]);
 }
 
 /* What derives from the loaded vectors of a layer. */
@@ -712,10 +567,10 @@ static int trunk_load(k3_engine *e, uint32_t il, uint64_t *done, k3_error *err) 
     if (!to) return e->mem.why;
     for (int t = 0; t < N_TENSORS; t++) {
         if (!is_loaded(e, il, t)) continue;
-        int rc = is_vector((enum tensor)t) ? trunk_read_vector(e, il, (enum tensor)t, to, err)
+        int rc = tensor_is_vector((enum tensor)t) ? trunk_read_vector(e, il, (enum tensor)t, to, err)
                                            : trunk_read_matrix(e, il, (enum tensor)t, to, err);
         if (rc < 0) return rc;
-        if (is_vector((enum tensor)t))
+        if (tensor_is_vector((enum tensor)t))
             ly->v[t] = (const float *)(const void *)to;
         else
             ly->m[t] = (const uint16_t *)(const void *)to;
@@ -747,11 +602,11 @@ static const enum tensor ORDER_DENSE[] = {T_GATE, T_UP, T_DOWN, N_TENSORS};
 static const enum tensor ORDER_MOE[] = {T_ROUTER,  T_LAT_DOWN, T_SH_GATE, T_SH_UP,
                                         T_SH_DOWN, T_LAT_UP,   N_TENSORS};
 
-static uint64_t piece_max_bytes(const model *m, const k3_shape *sh) {
+uint64_t piece_max_bytes(const model *m, const k3_shape *sh) {
     uint64_t most = 0;
     for (uint32_t il = 0; il <= sh->n_layers; il++)
         for (int t = 0; t < N_TENSORS; t++) {
-            if (!layer_has_tensor(sh, il, t) || is_vector((enum tensor)t)) continue;
+            if (!layer_has_tensor(sh, il, t) || tensor_is_vector((enum tensor)t)) continue;
             if (piece_bytes(m, t) > most) most = piece_bytes(m, t);
         }
     return most;
@@ -992,7 +847,7 @@ static uint64_t expert_sum_index(const k3_engine *e, uint32_t il, uint32_t ie) {
 }
 
 /* Write the reads of expert (il, ie) into a slot at `to`: one when it is whole, else six. */
-static int expert_requests(const k3_engine *e, uint32_t il, uint32_t ie, uint8_t *to, io_req *req) {
+int expert_requests(const k3_engine *e, uint32_t il, uint32_t ie, uint8_t *to, io_req *req) {
     const k3_shape *sh = &e->sh;
     const expert_place *at = model_expert(&e->files, sh, il, ie);
     const uint64_t *sum = e->sums.sum ? e->sums.sum + expert_sum_index(e, il, ie) : NULL;
@@ -1011,7 +866,7 @@ static int expert_requests(const k3_engine *e, uint32_t il, uint32_t ie, uint8_t
     return n;
 }
 
-static uint64_t expert_room(const model *m, const k3_shape *sh) {
+uint64_t expert_room(const model *m, const k3_shape *sh) {
     uint64_t whole = io_room(sh->expert_bytes), split = 0, lo;
     for (int k = 0; k < N_EXPERT_TENSORS; k++) split += io_room(expert_tensor_bytes(sh, k));
     for (uint32_t il = sh->n_dense; il < sh->n_layers; il++)
@@ -1023,7 +878,7 @@ static uint64_t expert_room(const model *m, const k3_shape *sh) {
 }
 
 /* Where the six tensors are once the reads are done. */
-static void expert_locate(const k3_engine *e, uint32_t il, uint32_t ie, const io_req *req,
+void expert_locate(const k3_engine *e, uint32_t il, uint32_t ie, const io_req *req,
                           int n_reqs, expert_view *x) {
     const expert_place *at = model_expert(&e->files, &e->sh, il, ie);
     for (int k = 0; k < N_EXPERT_TENSORS; k++)
@@ -1031,7 +886,7 @@ static void expert_locate(const k3_engine *e, uint32_t il, uint32_t ie, const io
 }
 
 /* Codes above 252 are refused where the bytes enter (NUMERICS 2). */
-static int expert_check(const k3_shape *sh, uint32_t il, uint32_t ie, const expert_view *x,
+int expert_check(const k3_shape *sh, uint32_t il, uint32_t ie, const expert_view *x,
                         const model *m, k3_error *err) {
     for (int k = W1_SCALE; k < N_EXPERT_TENSORS; k += 2) {
         uint64_t n = expert_tensor_bytes(sh, k), i;
@@ -1354,312 +1209,6 @@ static int pins_open(k3_engine *e, k3_error *err) {
     return rc;
 }
 
-/* ---- 6.6 Sums ----
- *
- * XXH3 of every stretch of bytes that is ever read at once: each piece of rows of a trunk matrix,
- * each vector, each row of the embedding, each expert (or its six tensors, where they do not lie
- * together). `k3 verify --write-sums` makes them; with them each read is checked before its use.
- * The file, little-endian:
- *
- *     8     "K3SUMS2\n"
- *     8     fingerprint: XXH3 over shard name, offset and length of all stretches, in order
- *     8     n, the number of sums
- *     8 n   the sums: layers in order and last the head, each with its tensors in the order of
- *           `enum tensor`; then the embedding; then the experts by layer and id, each with one sum
- *           or six for its stretches, and behind them one of its contents: XXH3 of the XXH3 of its
- *           six tensors in slot order
- *     8     XXH3 of all before
- *
- * The sum of contents is the same wherever the six tensors lie. It checks no read: by it, and by
- * the trunk's sums, two copies of the weights are known to be equal (k3_fingerprints.by_sums).
- * "K3SUMS1\n" is the form before, without sums of contents: it checks reads, and by_sums is 0.
- */
-#define SUMS_NAME "k3.sums"
-#define SUMS_MAGIC "K3SUMS2\n"
-#define SUMS_MAGIC_1 "K3SUMS1\n"
-#define SUMS_HEAD 24u
-
-/* Bytes that are read at once by verify: `n_parts` equal parts with a sum each. */
-typedef struct {
-    uint32_t il, ie; /* ie: of an expert; t is N_TENSORS then */
-    int t;
-    uint16_t i_shard;
-    uint64_t offset, n, n_parts, i_sum;
-} stretch;
-typedef int (*stretch_fn)(void *user, const stretch *x);
-
-/* Visit a trunk tensor piece by piece; x->i_sum moves on. */
-static int sums_visit_tensor(const k3_engine *e, uint32_t il, int t, uint64_t *i_sum, stretch_fn fn,
-                             void *user) {
-    const place *at = trunk_place(e, il, t);
-    uint64_t n = tensor_bytes(e->files.dims, (enum tensor)t), step = n, row = n;
-    if (!is_vector((enum tensor)t)) {
-        row = tensor_cols(&e->files, t) * sizeof(uint16_t);
-        step = piece_bytes(&e->files, t);
-    }
-    for (uint64_t done = 0; done < n; done += step) {
-        stretch x = {.il = il, .t = t, .i_shard = at->shard, .offset = at->offset + done};
-        x.n = n - done < step ? n - done : step;
-        x.n_parts = t == T_EMBED ? x.n / row : 1;
-        x.i_sum = *i_sum;
-        *i_sum += x.n_parts;
-        int rc = fn(user, &x);
-        if (rc != 0) return rc;
-    }
-    return 0;
-}
-
-/* Visit everything that has a sum, in the order of the file. Returns what `fn` said, if not 0. */
-static int sums_visit(const k3_engine *e, stretch_fn fn, void *user) {
-    const k3_shape *sh = &e->sh;
-    uint64_t i_sum = 0;
-    int rc = 0;
-    for (uint32_t il = 0; il <= sh->n_layers; il++)
-        for (int t = 0; t < N_TENSORS; t++)
-            if (layer_has_tensor(sh, il, t) &&
-                (rc = sums_visit_tensor(e, il, t, &i_sum, fn, user)) != 0)
-                return rc;
-    if ((rc = sums_visit_tensor(e, sh->n_layers, T_EMBED, &i_sum, fn, user)) != 0) return rc;
-    for (uint32_t il = sh->n_dense; il < sh->n_layers; il++)
-        for (uint32_t ie = 0; ie < sh->n_experts; ie++) {
-            stretch x = {.il = il, .ie = ie, .t = N_TENSORS, .n = sh->expert_bytes};
-            x.n_parts = e->sums.per_expert;
-            x.i_sum = i_sum;
-            i_sum += x.n_parts;
-            if ((rc = fn(user, &x)) != 0) return rc;
-        }
-    return 0;
-}
-
-/* The list of all streamed pieces, at most: full ones, and a last one for each matrix. */
-static uint64_t plan_pieces(const k3_engine *e) {
-    return (e->sh.trunk_bytes / (PIECE_BYTES / 2) + 16 * ((uint64_t)e->sh.n_layers + 1)) *
-           sizeof(piece);
-}
-
-typedef struct {
-    k3_engine *e;
-    uint64_t n, fingerprint;
-} sums_layout;
-
-static void sums_mix(sums_layout *w, uint16_t i_shard, uint64_t offset, uint64_t n) {
-    const char *name = w->e->files.shards[i_shard].name;
-    uint64_t v[4] = {w->fingerprint, XXH3_64bits(name, strlen(name)), offset, n};
-    w->fingerprint = XXH3_64bits(v, sizeof v);
-}
-
-static int sums_lay(void *user, const stretch *x) {
-    sums_layout *w = user;
-    sums *u = &w->e->sums;
-    io_req req[N_EXPERT_TENSORS];
-    w->n = x->i_sum + x->n_parts;
-    if (x->t < N_TENSORS) {
-        uint32_t *first = &u->first[x->il * N_TENSORS + (uint32_t)x->t];
-        if (*first == UINT32_MAX) *first = (uint32_t)x->i_sum;
-        sums_mix(w, x->i_shard, x->offset, x->n);
-        return 0;
-    }
-    if (u->expert0 == 0) u->expert0 = x->i_sum;
-    int n = expert_requests(w->e, x->il, x->ie, NULL, req);
-    for (int k = 0; k < n; k++) sums_mix(w, req[k].i_shard, req[k].offset, req[k].n);
-    return 0;
-}
-
-/* Lay out the table of sums, still without a value. */
-static int sums_make(k3_engine *e, bool has_contents, uint64_t *fingerprint, k3_error *err) {
-    sums *u = &e->sums;
-    uint64_t n_first = ((uint64_t)e->sh.n_layers + 1) * N_TENSORS, most = n_first + 1;
-    sums_layout w = {.e = e, .fingerprint = 1};
-    *u = (sums){.per_expert = 1, .has_contents = has_contents};
-    if (e->sh.n_layers > e->sh.n_dense &&
-        expert_room(&e->files, &e->sh) > io_room(e->sh.expert_bytes))
-        u->per_expert = N_EXPERT_TENSORS;
-    u->per_expert += has_contents;
-    most += e->sh.vocab_size + plan_pieces(e) / sizeof(piece) + n_first +
-            (uint64_t)(e->sh.n_layers - e->sh.n_dense) * e->sh.n_experts * u->per_expert;
-    u->block_bytes = round_up(n_first * sizeof *u->first, 64) + most * sizeof *u->sum;
-    u->block = ledger_take(&e->mem, u->block_bytes, "sums", err);
-    if (!u->block) return e->mem.why;
-    u->first = u->block;
-    memset(u->first, 0xff, n_first * sizeof *u->first);
-    sums_visit(e, sums_lay, &w);
-    u->n = w.n;
-    *fingerprint = w.fingerprint;
-    return 0;
-}
-
-static uint64_t *sums_values(const k3_engine *e) {
-    uint64_t n_first = ((uint64_t)e->sh.n_layers + 1) * N_TENSORS;
-    return (uint64_t *)(void *)((uint8_t *)e->sums.block +
-                                round_up(n_first * sizeof(uint32_t), 64));
-}
-
-/* One number for the weights that these sums are of: k3_fingerprints.by_sums. */
-static uint64_t sums_identity(const k3_engine *e) {
-    const sums *u = &e->sums;
-    const k3_shape *sh = &e->sh;
-    uint64_t n_experts = (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts, h;
-    const uint64_t geometry[] = {sh->vocab_size,   sh->hidden,    sh->n_layers, sh->n_dense,
-                                 sh->n_experts,    sh->latent,    sh->n_heads,  sh->kda_heads,
-                                 sh->expert_inter, sh->n_shared};
-    if (!u->has_contents) return 0;
-    h = XXH3_64bits_withSeed(sh->is_mla, sh->n_layers, XXH3_64bits(geometry, sizeof geometry));
-    h = XXH3_64bits_withSeed(u->sum, (size_t)(n_experts ? u->expert0 : u->n) * sizeof *u->sum, h);
-    for (uint64_t i = 0; i < n_experts; i++) {
-        const uint64_t *contents = &u->sum[u->expert0 + (i + 1) * u->per_expert - 1];
-        h = XXH3_64bits_withSeed(contents, sizeof *contents, h);
-    }
-    return h ? h : 1; /* 0 says: not known */
-}
-
-static void sums_path(const k3_engine *e, char *path, size_t cap) {
-    if (e->opt.sums)
-        snprintf(path, cap, "%s", e->opt.sums);
-    else
-        snprintf(path, cap, "%s/%s", e->dir, SUMS_NAME);
-}
-
-/* Read all of a file of sums into the table. */
-static int sums_load(k3_engine *e, const char *path, int fd, uint64_t size, k3_error *err) {
-    static const char again[] = "write it again with `k3 verify --write-sums`, or give --no-check";
-    uint64_t fingerprint, head[SUMS_HEAD / 8], end;
-    int rc = 0;
-    shard file = {.name = (char *)(uintptr_t)path, .size = size};
-    file.fd[0] = fd;
-    if (size < SUMS_HEAD || (rc = read_copy(&file, 0, head, SUMS_HEAD, 0, err)) < 0 ||
-        (memcmp(head, SUMS_MAGIC, 8) != 0 && memcmp(head, SUMS_MAGIC_1, 8) != 0))
-        return rc < 0 ? rc : fail(err, K3_EMODEL, "%s: no file of sums; %s", path, again);
-    if (size / 8 < (uint64_t)(e->sh.n_layers - e->sh.n_dense) * e->sh.n_experts + e->sh.vocab_size)
-        return fail(err, K3_EMODEL, "%s: %llu bytes: cut short, or made for other files; %s", path,
-                    (unsigned long long)size, again);
-    if ((rc = sums_make(e, memcmp(head, SUMS_MAGIC, 8) == 0, &fingerprint, err)) < 0) return rc;
-    uint64_t n_bytes = e->sums.n * sizeof(uint64_t), *values = sums_values(e);
-    if (head[1] != fingerprint || head[2] != e->sums.n)
-        return fail(err, K3_EMODEL, "%s: made for other files than these; %s", path, again);
-    if (size != SUMS_HEAD + n_bytes + 8)
-        return fail(err, K3_EMODEL, "%s: %llu bytes, not %llu: cut short; %s", path,
-                    (unsigned long long)size, (unsigned long long)(SUMS_HEAD + n_bytes + 8), again);
-    if ((rc = read_copy(&file, 0, values, n_bytes, SUMS_HEAD, err)) < 0 ||
-        (rc = read_copy(&file, 0, &end, 8, SUMS_HEAD + n_bytes, err)) < 0)
-        return rc;
-    XXH64_hash_t h = XXH3_64bits(head, SUMS_HEAD);
-    if (XXH3_64bits_withSeed(values, (size_t)n_bytes, h) != end)
-        return fail(err, K3_EMODEL, "%s: damaged; %s", path, again);
-    e->sums.sum = values;
-    e->plan.has_sums = true;
-    e->print.by_sums = sums_identity(e);
-    return 0;
-}
-
-/* The sums beside the model, when they are there, or where the caller says. */
-static int sums_open(k3_engine *e, k3_error *err) {
-    char path[4352];
-    uint64_t size;
-    if (e->opt.no_check || e->opt.experts_only) return 0;
-    sums_path(e, path, sizeof path);
-    if (!e->opt.sums && access(path, F_OK) != 0) return 0;
-    int fd = file_open(path, &size, err);
-    if (fd < 0) return K3_EIO;
-    int rc = sums_load(e, path, fd, size, err);
-    close(fd);
-    return rc;
-}
-
-
-/* A file of sums being made: under another name until it is whole. */
-typedef struct {
-    char path[4352], part[4360];
-    int fd;
-} sums_out;
-
-/* Before hours of reading: can it be written? Links are followed, and only a file is replaced. */
-static int sums_create(const k3_engine *e, sums_out *o, k3_error *err) {
-    struct stat st;
-    sums_path(e, o->path, sizeof o->path);
-    char *real = realpath(o->path, NULL);
-    if (real && strlen(real) < sizeof o->path) strcpy(o->path, real);
-    free(real);
-    o->fd = -1;
-    if (stat(o->path, &st) == 0 && !S_ISREG(st.st_mode))
-        return fail(err, K3_EIO, "%s: not a regular file; name another with --sums FILE", o->path);
-    snprintf(o->part, sizeof o->part, "%s.part", o->path);
-    int rc = k3_temp_open(o->part, K3_TEMP_PUBLIC, &o->fd, err);
-    if (rc == 0) return 0;
-    size_t n = err ? strlen(err->text) : 0;
-    if (err)
-        snprintf(err->text + n, sizeof err->text - n, "; --sums FILE names another place");
-    return K3_EIO;
-}
-
-static void sums_abandon(sums_out *o) {
-    if (o->fd < 0) return;
-    unlink(o->part);
-    close(o->fd);
-}
-
-/* How many sums of contents there are; is sum i one? */
-static uint64_t sums_n_contents(const k3_engine *e) {
-    return e->sums.has_contents ? (e->sums.n - e->sums.expert0) / e->sums.per_expert : 0;
-}
-
-static bool sums_is_contents(const sums *u, uint64_t i) {
-    return i >= u->expert0 && (i - u->expert0) % u->per_expert == u->per_expert - 1;
-}
-
-/* What is there says the same? Sums that differ tell that the weights are not what they were: they are
- * not written over. A file that is damaged or of other weights tells nothing. */
-static int sums_compare(const k3_engine *e, const sums_out *o, const uint64_t *head,
-                        k3_error *err) {
-    uint64_t size, n_bad = 0, n_bytes = e->sums.n * sizeof(uint64_t), end;
-    uint64_t was[SUMS_HEAD / 8] = {0, head[1], head[2] - sums_n_contents(e)};
-    int fd = access(o->path, F_OK) == 0 ? file_open(o->path, &size, NULL) : -1;
-    if (fd < 0) return 0;
-    memcpy(was, SUMS_MAGIC_1, 8);
-    bool is_old = size == SUMS_HEAD + was[2] * sizeof(uint64_t) + 8 && was[2] < head[2];
-    if (is_old) {
-        head = was;
-        n_bytes = was[2] * sizeof(uint64_t);
-    }
-    void *p = size == SUMS_HEAD + n_bytes + 8
-                  ? mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, fd, 0)
-                  : MAP_FAILED;
-    close(fd);
-    if (p == MAP_FAILED) return 0;
-    const uint64_t *there = (const uint64_t *)(const void *)((const uint8_t *)p + SUMS_HEAD);
-    memcpy(&end, (const uint8_t *)p + SUMS_HEAD + n_bytes, 8);
-    if (memcmp(p, head, SUMS_HEAD) == 0 &&
-        XXH3_64bits_withSeed(there, (size_t)n_bytes, XXH3_64bits(p, SUMS_HEAD)) == end)
-        for (uint64_t i = 0, j = 0; i < e->sums.n; i++) {
-            if (is_old && sums_is_contents(&e->sums, i)) continue;
-            n_bad += there[j++] != e->sums.sum[i];
-        }
-    munmap(p, (size_t)size);
-    if (n_bad == 0) return 0;
-    return fail(err, K3_ECHECK,
-                "%s: %llu of %llu sums do not match what was read now: the weights were damaged or "
-                "replaced since; `k3 verify` names the places, --no-check writes new sums anyway",
-                o->path, (unsigned long long)n_bad, (unsigned long long)e->sums.n);
-}
-
-static int sums_save(const k3_engine *e, sums_out *o, uint64_t fingerprint, bool compares,
-                     k3_error *err) {
-    uint64_t head[SUMS_HEAD / 8], n_bytes = e->sums.n * sizeof(uint64_t), end;
-    int rc;
-    memcpy(head, SUMS_MAGIC, 8);
-    head[1] = fingerprint;
-    head[2] = e->sums.n;
-    if (compares && (rc = sums_compare(e, o, head, err)) < 0) return rc;
-    end = XXH3_64bits_withSeed(e->sums.sum, (size_t)n_bytes, XXH3_64bits(head, SUMS_HEAD));
-    bool is_ok = ftruncate(o->fd, 0) == 0 && slice_write_all(o->fd, head, SUMS_HEAD) &&
-                 slice_write_all(o->fd, e->sums.sum, n_bytes) && slice_write_all(o->fd, &end, 8) &&
-                 fsync(o->fd) == 0;
-    if (!is_ok) return fail(err, K3_EIO, "%s: %s", o->path, strerror(errno));
-    if ((rc = k3_temp_rename(o->fd, o->part, o->path, err)) < 0) return rc;
-    close(o->fd);
-    o->fd = -1;
-    return 0;
-}
-
 /* ---- 6.7 The plan: one number of bytes, divided ----
  *
  * First what must be: tables, vectors, scratch, one session, a ring, a few slots; its sum is the
@@ -1668,16 +1217,23 @@ static int sums_save(const k3_engine *e, sums_out *o, uint64_t fingerprint, bool
  * every token. What is left becomes expert slots: their first gigabyte saves about two thirds of
  * one per token (docs/PERFORMANCE.md).
  */
+
+/* The list of all streamed pieces, at most: full ones, and a last one for each matrix. */
+uint64_t plan_pieces(const k3_engine *e) {
+    return (e->sh.trunk_bytes / (PIECE_BYTES / 2) + 16 * ((uint64_t)e->sh.n_layers + 1)) *
+           sizeof(piece);
+}
+
 #define OVERHEAD_BYTES (40u << 20) /* code, libraries, stacks, JSON while opening */
 
 static uint64_t scratch_bytes(const k3_engine *e, uint64_t chunk, uint64_t part);       /* section 8  */
 static uint64_t session_bytes(const k3_shape *sh, uint64_t context, uint32_t n_rows); /* section 15 */
 
 /* Room for the largest read that is neither a piece nor an expert. */
-static uint64_t plan_bounce(const k3_engine *e) {
+uint64_t plan_bounce(const k3_engine *e) {
     uint64_t most = e->sh.hidden * sizeof(uint16_t);
     for (int t = 0; t < N_TENSORS; t++)
-        if (is_vector((enum tensor)t) && tensor_bytes(e->files.dims, (enum tensor)t) > most)
+        if (tensor_is_vector((enum tensor)t) && tensor_bytes(e->files.dims, (enum tensor)t) > most)
             most = tensor_bytes(e->files.dims, (enum tensor)t);
     return io_room(most);
 }
@@ -1686,7 +1242,7 @@ static uint64_t matrices_bytes(const k3_engine *e, bool is_vector_wanted) {
     uint64_t sum = 0;
     for (uint32_t il = 0; il <= e->sh.n_layers; il++)
         for (int t = 0; t < N_TENSORS; t++)
-            if (layer_has_tensor(&e->sh, il, t) && is_vector((enum tensor)t) == is_vector_wanted)
+            if (layer_has_tensor(&e->sh, il, t) && tensor_is_vector((enum tensor)t) == is_vector_wanted)
                 sum += resident_bytes(&e->files, (enum tensor)t);
     return sum;
 }
@@ -1772,7 +1328,7 @@ static uint64_t plan_residents(k3_engine *e, uint64_t left) {
     uint64_t taken = 0;
     for (int pass = 0; pass < N_TENSORS + 2; pass++) {
         int t = pass < 2 ? (int)first[pass] : N_TENSORS + 1 - pass; /* the head comes last */
-        if (is_vector((enum tensor)t)) continue;
+        if (tensor_is_vector((enum tensor)t)) continue;
         for (uint32_t il = 0; il <= e->sh.n_layers; il++) {
             layer *ly = &e->layers[il];
             uint64_t n = resident_bytes(&e->files, (enum tensor)t);
@@ -3827,239 +3383,6 @@ static int forward_head(step *st) {
     return pass_check(st);
 }
 
-/* ==== 13. Sampling ===================================================================
- *
- * NUMERICS 6. The draw depends on the logits, the seed and the position alone, so the same seed
- * gives the same text on every machine and however the work was cut.
- *
- * The page sorts all pairs and sums along the sorted row. A vocabulary of 163,840 is not sorted
- * here, with the same sums to the last bit:
- *   - the largest e is 1, so the sum is at least 1 from its first term on, and a term below 2^-24,
- *     half its last place, leaves it as it is;
- *   - while the sum stays between two powers of two, 2^k <= S < 2^(k+1), adding e adds e rounded to
- *     a multiple of S's last place, whatever S is, unless e lies half-way between two multiples.
- *     Such additions are exact and may come in any order.
- * So l are dealt into bins, from the largest down, and only a bin that takes the sum past a power
- * of two, that holds a half-way term, or in which the cut falls, is sorted.
- */
-#define SAMPLE_BINS 1024u
-#define SAMPLE_FAR  16.7f /* exp(-16.7) and all below is less than 2^-24: the last bin begins */
-#define RADIX_BITS  11
-#define RADIX_BINS  (1u << RADIX_BITS)
-STATIC_ASSERT(a_bin_fits_its_number, SAMPLE_BINS <= UINT16_MAX + 1u);
-
-uint32_t k3_sample_greedy(const float *logits, size_t vocab_size) {
-    size_t best = 0;
-    uint64_t fp = fp_save();
-    fp_default(); /* subnormal logits are no ties */
-    for (size_t i = 1; i < vocab_size; i++)
-        if (logits[i] > logits[best]) best = i;
-    fp_restore(fp);
-    return (uint32_t)best;
-}
-
-/* l, l dealt into bins, and e of those. */
-size_t k3_sample_scratch(size_t vocab_size) { return vocab_size * 3 * sizeof(float); }
-
-/* u in [0, 1), 24 bits of the splitmix64 output number `pos` of stream `seed`. */
-static float sample_uniform(uint64_t seed, uint64_t pos) {
-    uint64_t x = seed + (pos + 1) * 0x9E3779B97F4A7C15u;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-    x = x ^ (x >> 31);
-    return (float)(x >> 40) * 0x1p-24f;
-}
-
-static float sample_max(const float *l, size_t n) {
-    enum { N_LANES = 8 };
-    float lane[N_LANES], top = l[0];
-    size_t i = 0;
-    for (int j = 0; j < N_LANES; j++) lane[j] = top;
-    for (; i + N_LANES <= n; i += N_LANES)
-        for (int j = 0; j < N_LANES; j++) lane[j] = l[i + j] > lane[j] ? l[i + j] : lane[j];
-    for (; i < n; i++) lane[0] = l[i] > lane[0] ? l[i] : lane[0];
-    for (int j = 0; j < N_LANES; j++) top = lane[j] > top ? lane[j] : top;
-    return top;
-}
-
-typedef struct {
-    const k3_kernels *k;
-    float top;
-    float *l, *e; /* both [n], in bins; e is exp(l - top)                     */
-    size_t n;
-    uint32_t at[SAMPLE_BINS + 1]; /* where each bin starts                    */
-} sample_row;
-
-/* Deal l[r->n] into bins, the largest first; each bin keeps its order. */
-static void sample_deal(sample_row *r, const float *l) {
-    uint16_t *bin = (uint16_t *)(void *)r->e;
-    uint32_t next[SAMPLE_BINS];
-    memset(r->at, 0, sizeof r->at);
-    for (size_t i = 0; i < r->n; i++) {
-        float x = (r->top - l[i]) * ((float)(SAMPLE_BINS - 1) / SAMPLE_FAR);
-        bin[i] = (uint16_t)(int)(x < (float)(SAMPLE_BINS - 1) ? x : (float)(SAMPLE_BINS - 1));
-    }
-    for (size_t i = 0; i < r->n; i++) r->at[bin[i] + 1]++;
-    for (uint32_t b = 0; b < SAMPLE_BINS; b++) {
-        next[b] = r->at[b];
-        r->at[b + 1] += r->at[b];
-    }
-    for (size_t i = 0; i < r->n; i++) r->l[next[bin[i]]++] = l[i];
-}
-
-/* A number that is the smaller, the larger l is; -0 is +0. */
-static uint32_t sample_key(float l) {
-    uint32_t bits = k3_f32_bits(l + 0.0f);
-    return bits >> 31 ? bits : bits ^ 0x7fffffffu;
-}
-
-/* Sort l[n] downwards, a digit of 11 bits of the keys at a time from the last. */
-static void sample_radix(float *l, float *spare, size_t n) {
-    enum { N_DIGITS = 3 };
-    STATIC_ASSERT(digits_cover_a_key, N_DIGITS * RADIX_BITS >= 32);
-    uint32_t count[N_DIGITS][RADIX_BINS];
-    float *from = l, *to = spare;
-    memset(count, 0, sizeof count);
-    for (size_t i = 0; i < n; i++)
-        for (int d = 0; d < N_DIGITS; d++)
-            count[d][sample_key(l[i]) >> (d * RADIX_BITS) & (RADIX_BINS - 1)]++;
-    for (int d = 0; d < N_DIGITS; d++) {
-        uint32_t *next = count[d], at = 0;
-        if (next[sample_key(from[0]) >> (d * RADIX_BITS) & (RADIX_BINS - 1)] == n) continue;
-        for (uint32_t b = 0; b < RADIX_BINS; b++) {
-            uint32_t n_here = next[b];
-            next[b] = at;
-            at += n_here;
-        }
-        for (size_t i = 0; i < n; i++)
-            to[next[sample_key(from[i]) >> (d * RADIX_BITS) & (RADIX_BINS - 1)]++] = from[i];
-        float *sorted = to;
-        to = from;
-        from = sorted;
-    }
-    if (from != l) memcpy(l, from, n * sizeof *l);
-}
-
-/* Bin b in order, l and e. */
-static void sample_sort(sample_row *r, uint32_t b) {
-    float *l = r->l + r->at[b], *e = r->e + r->at[b];
-    size_t n = r->at[b + 1] - r->at[b];
-    if (n > 48) sample_radix(l, e, n);
-    for (size_t i = 1; n <= 48 && i < n; i++) {
-        float moved = l[i];
-        size_t j = i;
-        for (; j > 0 && l[j - 1] < moved; j--) l[j] = l[j - 1];
-        l[j] = moved;
-    }
-    r->k->exp_sub(e, l, r->top, n);
-}
-
-/* Add e[n], none above e_max, to `sum` in any order. False: the order matters here. */
-static bool sample_add(float *sum, const float *e, size_t n, float e_max) {
-    enum { N_LANES = 8 };
-    float floor = k3_bits_f32(k3_f32_bits(*sum) & 0x7f800000u), half = floor * 0x1p-24f;
-    float lane[N_LANES] = {0}, most = *sum + (float)n * (e_max * 1.0001f + half);
-    int n_half = 0;
-    size_t i = 0;
-    if (!(most < 2.0f * floor)) return false;
-    for (; i + N_LANES <= n; i += N_LANES)
-        for (int j = 0; j < N_LANES; j++) {
-            float rounded = (floor + e[i + j]) - floor;
-            n_half += fabsf(e[i + j] - rounded) == half;
-            lane[j] = lane[j] + rounded;
-        }
-    for (; i < n; i++) {
-        float rounded = (floor + e[i]) - floor;
-        n_half += fabsf(e[i] - rounded) == half;
-        lane[0] = lane[0] + rounded;
-    }
-    for (int j = 0; j < N_LANES; j++) most = j == 0 ? lane[0] : most + lane[j];
-    if (n_half == 0) *sum = *sum + most;
-    return n_half == 0;
-}
-
-/* How many of the first n_most terms top-p keeps. */
-static size_t sample_top_p(sample_row *r, float top_p, size_t n_most) {
-    float before[SAMPLE_BINS + 1], sum = 0.0f; /* before[b]: the sum when bin b begins */
-    uint32_t b = 0, n_bins = 0;
-    for (; b < SAMPLE_BINS - 1 && r->at[b] < n_most; b++, n_bins++) {
-        size_t n = r->at[b + 1] - r->at[b];
-        bool is_part = r->at[b + 1] > n_most;
-        const float *e = r->e + r->at[b];
-        before[b] = sum;
-        if (n == 0) continue;
-        float x = (float)b * (SAMPLE_FAR / (float)(SAMPLE_BINS - 1)) * 0.9999f;
-        if (b > 0 && !is_part && sample_add(&sum, e, n, k3_exp(-x))) continue;
-        sample_sort(r, b);
-        if (is_part) n = n_most - r->at[b];
-        for (size_t i = 0; i < n; i++) sum = b + i == 0 ? e[0] : sum + e[i];
-    }
-    before[n_bins] = sum;
-    float target = top_p * sum;
-    for (b = 0; b + 1 < n_bins && !(before[b + 1] >= target);) b++;
-    sample_sort(r, b);
-    sum = before[b];
-    for (size_t i = r->at[b];; i++) {
-        sum = i == 0 ? r->e[0] : sum + r->e[i];
-        if (sum >= target || i + 1 == n_most) return i + 1;
-    }
-}
-
-typedef struct {
-    float last;    /* ids of a larger l are kept,               */
-    size_t n_last; /* and the first n_last that have this one   */
-} sample_cut;
-
-/* What top-k and top-p keep of l[r->n]. */
-static sample_cut sample_keep(sample_row *r, const k3_sampler *sp, const float *l) {
-    size_t n_kept = sp->top_k > 0 && sp->top_k < r->n ? sp->top_k : r->n;
-    uint32_t b = 0;
-    sample_deal(r, l);
-    if (sp->top_p < 1.0f) {
-        r->k->exp_sub(r->e, r->l, r->top, r->at[SAMPLE_BINS - 1]);
-        n_kept = sample_top_p(r, sp->top_p, n_kept);
-    }
-    while (r->at[b + 1] < n_kept) b++;
-    sample_sort(r, b);
-    sample_cut cut = {r->l[n_kept - 1], 0};
-    while (cut.n_last < n_kept - r->at[b] && r->l[n_kept - 1 - cut.n_last] == cut.last)
-        cut.n_last++;
-    return cut;
-}
-
-uint32_t k3_sample(const k3_engine *e, const k3_sampler *sp, const float *logits, size_t vocab_size,
-                   uint64_t pos, void *scratch) {
-    if (!(sp->temperature > 0.0f)) return k3_sample_greedy(logits, vocab_size);
-    uint64_t fp = fp_save();
-    fp_default();
-    float *l = scratch, *kept = l + vocab_size, total;
-    uint32_t *id = (uint32_t *)(void *)(kept + vocab_size);
-    sample_row r = {.k = e->kern, .l = kept, .e = (float *)(void *)id, .n = vocab_size};
-    sample_cut cut = {-INFINITY, vocab_size};
-    size_t n = 0, pick = 0;
-    r.k->divide(l, logits, sp->temperature, vocab_size);
-    r.top = sample_max(l, vocab_size);
-    if (!isfinite(r.top)) { /* so small a temperature that logits overflow: its limit is greedy */
-        fp_restore(fp);
-        return k3_sample_greedy(logits, vocab_size);
-    }
-    if (sp->top_p < 1.0f || (sp->top_k > 0 && sp->top_k < vocab_size)) cut = sample_keep(&r, sp, l);
-    for (size_t i = 0; i < vocab_size; i++) {
-        bool is_last = l[i] == cut.last && cut.n_last > 0;
-        kept[n] = l[i];
-        id[n] = (uint32_t)i;
-        n += l[i] > cut.last || is_last;
-        cut.n_last -= is_last;
-    }
-    r.k->exp_sub(kept, kept, r.top, n);
-    total = kept[0];
-    for (size_t i = 1; i < n; i++) total = total + kept[i];
-    float target = sample_uniform(sp->seed, pos) * total, sum = kept[0];
-    while (pick + 1 < n && !(sum > target)) sum = sum + kept[++pick];
-    fp_restore(fp);
-    return id[pick];
-}
-
 /* ==== 14. State ======================================================================
  *
  * What a session holds, for k3_state.c to write and read; the files themselves are parsed there,
@@ -4995,403 +4318,6 @@ int k3_engine_threads(const k3_engine *e) { return e->n_threads; }
 int k3_engine_chunk(const k3_engine *e) { return e->chunk; }
 const k3_plan *k3_engine_plan(const k3_engine *e) { return &e->plan; }
 
-/* ---- verify ----
- *
- * Every copy of every stretch is read once, a few ahead of the one being looked at. Stretches have one order, so a
- * number says how far it came; with k3_options.resume that number is kept every few seconds and when it stops. What
- * was read from a file that is another one since is read again. */
-#define VERIFY_AHEAD 4
-#ifndef RESUME_NS
-#define RESUME_NS 5000000000u /* so much work, and what is being read, is lost by SIGKILL */
-#endif
-
-typedef struct {
-    k3_engine *e;
-    struct {
-        stretch x;
-        io_req req[N_EXPERT_TENSORS];
-        int n_reqs;
-        uint64_t i;        /* the stretch's number */
-    } ahead[VERIFY_AHEAD]; /* asked for, oldest first, from `first` */
-    uint32_t first, n_ahead;
-    int i_copy;
-    uint64_t i_visit; /* of this copy: stretches visited                        */
-    k3_resume from;   /* where it goes on; copy 0, stretch 0: at the beginning   */
-    k3_resume now;    /* how far it is: every stretch before this one is done    */
-    bool *is_changed; /* [n_files] read again, whatever `from` says; NULL: none  */
-    uint64_t kept_ns; /* when `now` was last kept; 0: it cannot be               */
-    uint64_t skipped; /* bytes that are done already                             */
-    uint64_t *values; /* where sums go that are being made, else NULL */
-    uint8_t *buf;
-    uint64_t room, done, total;
-    int64_t n_experts;
-    bool is_zero; /* all pieces so far of the tensor at work */
-    k3_error *err;
-} verify;
-
-/* The number of a file among all copies of all shards. */
-static uint64_t verify_file(const verify *v, int i_copy, uint16_t i_shard) {
-    return (uint64_t)i_copy * v->e->files.n_shards + i_shard;
-}
-
-/* Is a stretch done that is read by these requests? */
-static bool verify_is_done(const verify *v, uint64_t i, const io_req *req, int n_reqs) {
-    uint64_t i_copy = (uint64_t)v->i_copy;
-    bool is_before =
-        i_copy < v->from.i_copy || (i_copy == v->from.i_copy && i < v->from.n_stretches);
-    for (int k = 0; is_before && v->is_changed && k < n_reqs; k++)
-        is_before = !v->is_changed[verify_file(v, v->i_copy, req[k].i_shard)];
-    return is_before;
-}
-
-/* Keep how far it is. That it cannot be kept is told once and no reason to stop. */
-static void verify_keep(verify *v) {
-    const k3_options *o = &v->e->opt;
-    char line[1024];
-    k3_error why = {{0}};
-    bool is_behind = v->now.i_copy < v->from.i_copy ||
-                     (v->now.i_copy == v->from.i_copy && v->now.n_stretches <= v->from.n_stretches);
-    if (!v->kept_ns || is_behind)
-        return; /* behind: changed files are read again, and `from` is still right */
-    v->kept_ns = clock_ns();
-    if (k3_resume_write(o->resume, &v->now, &why) == 0) return;
-    v->kept_ns = 0;
-    snprintf(line, sizeof line, "how far this came is not kept: %s", why.text);
-    if (o->note) o->note(o->user, line);
-}
-
-/* Stretch i of the present copy was found good. */
-static void verify_advance(verify *v, uint64_t i) {
-    v->now.i_copy = (uint64_t)v->i_copy;
-    v->now.n_stretches = i + 1;
-    v->now.is_zero = v->is_zero;
-    if (v->kept_ns && clock_ns() - v->kept_ns > RESUME_NS) verify_keep(v);
-}
-
-/* Every value of a trunk tensor's piece is finite. */
-static int verify_finite(const verify *v, const stretch *x, const uint8_t *at) {
-    uint64_t width = DTYPE_BYTES[TENSOR[x->t].dtype];
-    for (uint64_t i = 0; i < x->n; i += width) {
-        uint16_t top; /* sign, exponent and the start of the fraction: little-endian */
-        memcpy(&top, at + i + width - 2, sizeof top);
-        if ((top & 0x7f80) != 0x7f80) continue;
-        const place *tensor = trunk_place(v->e, x->il, x->t);
-        const shard *file = &v->e->files.shards[x->i_shard];
-        name_id id = {(enum tensor)x->t, -1, x->il, 0};
-        char name[256];
-        name_write(&id, name, sizeof name);
-        return fail(v->err, K3_EMODEL,
-                    "%s: element %llu is NaN or infinite (%s, offset 0x%llx); download it again",
-                    name, (unsigned long long)((x->offset + i - tensor->offset) / width),
-                    file->name, (unsigned long long)(x->offset + i));
-    }
-    return 0;
-}
-
-static int verify_fail_zeros(const verify *v, const name_id *id, uint64_t n) {
-    char what[sizeof v->err->text];
-    zeros_text(v->e, id, 0, n, what, sizeof what);
-    return fail(v->err, K3_ECHECK, "%s; download the file again", what);
-}
-
-/* No tensor of the trunk is nothing but zeros: its pieces come in order, and its last one tells. */
-static int verify_zeros(verify *v, const stretch *x, const uint8_t *at) {
-    const k3_engine *e = v->e;
-    uint64_t from = x->offset - trunk_place(e, x->il, x->t)->offset,
-             all = tensor_bytes(e->files.dims, (enum tensor)x->t);
-    const name_id id = {(enum tensor)x->t, -1, x->il, 0};
-    v->is_zero = (from == 0 || v->is_zero) && is_zeros(at, x->n);
-    if (from + x->n < all || !v->is_zero || tensor_may_be_zero(e, x->il, x->t)) return 0;
-    return verify_fail_zeros(v, &id, all);
-}
-
-/* Parts whose sums the disk did not look at: made here, or compared. */
-static int verify_parts(const verify *v, const stretch *x, const io_req *r, int i_req) {
-    uint64_t n_parts = x->t < N_TENSORS ? x->n_parts : 1, n = r->n / n_parts;
-    for (uint64_t i = 0; i < n_parts; i++) {
-        uint64_t i_sum = x->i_sum + i + (uint64_t)i_req;
-        if (!v->values && (!v->e->sums.sum || r->has_sum)) return 0;
-        uint64_t sum = XXH3_64bits(r->at + i * n, (size_t)n);
-        if (v->values)
-            v->values[i_sum] = sum;
-        else if (sum != v->e->sums.sum[i_sum])
-            return sum_fail(&v->e->files.shards[r->i_shard], r->offset + i * n, n, v->err);
-    }
-    return 0;
-}
-
-/* The sum of an expert's contents, wherever its tensors lie (6.6). */
-static uint64_t verify_contents(const k3_shape *sh, const expert_view *x) {
-    uint64_t sum[N_EXPERT_TENSORS];
-    for (int k = 0; k < N_EXPERT_TENSORS; k++)
-        sum[k] = XXH3_64bits(x->p[k], (size_t)expert_tensor_bytes(sh, k));
-    return XXH3_64bits(sum, sizeof sum);
-}
-
-static int verify_expert(verify *v, const stretch *x, const io_req *req, int n_reqs) {
-    k3_engine *e = v->e;
-    expert_view view;
-    expert_locate(e, x->il, x->ie, req, n_reqs, &view);
-    if (v->values) v->values[x->i_sum + x->n_parts - 1] = verify_contents(&e->sh, &view);
-    int rc = expert_check(&e->sh, x->il, x->ie, &view, &e->files, v->err);
-    const name_id id = {0, expert_zeros(&e->sh, &view), x->il, x->ie};
-    if (rc == 0 && id.expert_tensor >= 0)
-        rc = verify_fail_zeros(v, &id, expert_tensor_bytes(&e->sh, id.expert_tensor));
-    v->n_experts += v->i_copy == 0;
-    return rc;
-}
-
-/* Wait for the oldest stretch and look at it. */
-static int verify_oldest(verify *v) {
-    k3_engine *e = v->e;
-    const stretch *x = &v->ahead[v->first].x;
-    io_req *req = v->ahead[v->first].req;
-    uint64_t i = v->ahead[v->first].i;
-    int n_reqs = v->ahead[v->first].n_reqs, rc = 0;
-    for (int k = 0; k < n_reqs; k++) disk_wait(&e->io, &req[k]);
-    bool is_first = (uint64_t)v->i_copy == v->from.i_copy && i == v->from.n_stretches;
-    if (is_first && !(v->is_changed && v->is_changed[verify_file(v, v->i_copy, req[0].i_shard)]))
-        v->is_zero = v->from.is_zero; /* of the tensor that it is in */
-    for (int k = 0; k < n_reqs && rc == 0; k++) {
-        rc = req[k].state == IO_FAILED ? disk_fail(&e->io, &req[k], v->err)
-                                       : verify_parts(v, x, &req[k], k);
-        if (rc == 0) continue;
-        if (x->t < N_TENSORS)
-            fail_tensor(e, x->il, x->t, rc, v->err);
-        else
-            fail_in(v->err, rc, "expert %u of layer %u", x->ie, x->il);
-    }
-    if (rc == 0 && x->t < N_TENSORS) rc = verify_finite(v, x, req[0].at);
-    if (rc == 0 && x->t < N_TENSORS) rc = verify_zeros(v, x, req[0].at);
-    if (rc == 0 && x->t == N_TENSORS) rc = verify_expert(v, x, req, n_reqs);
-    if (rc < 0 && v->i_copy > 0) fail_in(v->err, rc, "mirror %s", e->io.copies[v->i_copy].dir);
-    if (rc == 0) verify_advance(v, i);
-    v->done += x->n;
-    v->first = (v->first + 1) % VERIFY_AHEAD;
-    v->n_ahead--;
-    return rc < 0 ? rc
-                  : engine_progress(e, K3_PHASE_VERIFY, v->done, v->total,
-                                    x->il < e->sh.n_layers ? (int)x->il : -1, v->err);
-}
-
-/* Ask for a stretch, if this copy has it. */
-static int verify_visit(void *user, const stretch *x) {
-    verify *v = user;
-    k3_engine *e = v->e;
-    int rc = v->n_ahead == VERIFY_AHEAD ? verify_oldest(v) : 0;
-    uint64_t i_visit = v->i_visit++;
-    if (rc < 0) return rc;
-    uint32_t i = (v->first + v->n_ahead) % VERIFY_AHEAD;
-    io_req *req = v->ahead[i].req;
-    uint8_t *to = v->buf + i * v->room;
-    v->ahead[i].x = *x;
-    v->ahead[i].n_reqs = 1;
-    if (x->t == N_TENSORS) {
-        v->ahead[i].n_reqs = expert_requests(e, x->il, x->ie, to, req);
-    } else {
-        req[0] = (io_req){.to = to, .offset = x->offset, .n = x->n, .i_shard = x->i_shard};
-        req[0].has_sum = e->sums.sum && x->n_parts == 1;
-        req[0].sum = req[0].has_sum ? e->sums.sum[x->i_sum] : 0;
-    }
-    for (int k = 0; k < v->ahead[i].n_reqs; k++)
-        if (e->files.shards[req[k].i_shard].fd[v->i_copy] < 0) return 0;
-    if (verify_is_done(v, i_visit, req, v->ahead[i].n_reqs)) {
-        v->done += x->n;
-        v->n_experts += x->t == N_TENSORS && v->i_copy == 0;
-        return 0;
-    }
-    v->ahead[i].i = i_visit;
-    for (int k = 0; k < v->ahead[i].n_reqs; k++) {
-        req[k].only = (uint8_t)(v->i_copy + 1);
-        if (v->values) req[k].has_sum = false;
-        disk_submit(&e->io, &req[k], IO_DEMAND);
-    }
-    v->n_ahead++;
-    return 0;
-}
-
-static int verify_measure(void *user, const stretch *x) {
-    verify *v = user;
-    uint64_t i_visit = v->i_visit++;
-    io_req req[N_EXPERT_TENSORS] = {{.i_shard = x->i_shard}};
-    int n = x->t == N_TENSORS ? expert_requests(v->e, x->il, x->ie, NULL, req) : 1;
-    for (int k = 0; k < n; k++)
-        if (v->e->files.shards[req[k].i_shard].fd[v->i_copy] < 0) return 0;
-    v->total += x->n;
-    if (verify_is_done(v, i_visit, req, n)) v->skipped += x->n;
-    return 0;
-}
-
-/* What every stretch is: another layout is another check. */
-static int verify_mix(void *user, const stretch *x) {
-    verify *v = user;
-    io_req req[N_EXPERT_TENSORS] = {{.i_shard = x->i_shard, .offset = x->offset, .n = x->n}};
-    int n = x->t == N_TENSORS ? expert_requests(v->e, x->il, x->ie, NULL, req) : 1;
-    for (int k = 0; k < n; k++) {
-        const uint64_t where[] = {v->now.key, req[k].i_shard, req[k].offset, req[k].n};
-        v->now.key = XXH3_64bits(where, sizeof where);
-    }
-    return 0;
-}
-
-/* One number for a file as it is now: its name, size and times. 0: it is not there. */
-static uint64_t verify_file_now(const shard *s, int i_copy) {
-    struct stat st;
-    if (s->fd[i_copy] < 0 || fstat(s->fd[i_copy], &st) != 0) return 0;
-    const uint64_t v[] = {(uint64_t)st.st_size, (uint64_t)st.st_mtim.tv_sec,
-                          (uint64_t)st.st_mtim.tv_nsec, (uint64_t)st.st_ctim.tv_sec,
-                          (uint64_t)st.st_ctim.tv_nsec};
-    return XXH3_64bits_withSeed(v, sizeof v, XXH3_64bits(s->name, strlen(s->name))) | 1;
-}
-
-/* Which check this is, and the files it reads. */
-static int verify_identify(verify *v, bool is_writing) {
-    k3_engine *e = v->e;
-    const sums *u = &e->sums;
-    uint32_t n_shards = e->files.n_shards;
-    v->now.n_files = v->from.n_files = (uint64_t)e->io.n_copies * n_shards;
-    v->now.files = calloc(v->now.n_files + 1, sizeof *v->now.files);
-    v->from.files = calloc(v->now.n_files + 1, sizeof *v->now.files);
-    v->is_changed = calloc(v->now.n_files + 1, sizeof *v->is_changed);
-    if (!v->now.files || !v->from.files || !v->is_changed)
-        return fail(v->err, K3_ENOMEM, "out of memory for %u shards", n_shards);
-    for (int c = 0; c < e->io.n_copies; c++)
-        for (uint32_t i = 0; i < n_shards; i++)
-            v->now.files[verify_file(v, c, (uint16_t)i)] = verify_file_now(&e->files.shards[i], c);
-    v->now.key = 1 + is_writing;
-    if (!is_writing && u->sum)
-        v->now.key = XXH3_64bits_withSeed(u->sum, (size_t)u->n * sizeof *u->sum, 3);
-    sums_visit(e, verify_mix, v);
-    v->from.key = v->now.key;
-    v->from.values = v->now.values = is_writing ? sums_values(e) : NULL;
-    v->from.n_values = v->now.n_values = is_writing ? u->n : 0;
-    return 0;
-}
-
-/* "goes on where it was stopped, at 62.0 % of 1560.86 GB (FILE)". */
-static void verify_say_from(const verify *v, const char *why, uint64_t n_changed) {
-    const k3_options *o = &v->e->opt;
-    char line[1024], changed[96] = "";
-    if (n_changed)
-        snprintf(changed, sizeof changed, "; %llu file%s changed since and %s read again",
-                 (unsigned long long)n_changed, n_changed > 1 ? "s" : "",
-                 n_changed > 1 ? "are" : "is");
-    if (why[0])
-        snprintf(line, sizeof line, "begins at the beginning: %.400s %s", o->resume, why);
-    else
-        snprintf(line, sizeof line,
-                 "goes on where it was stopped, at %.1f %% of %.2f GB%s (%.400s)",
-                 100.0 * (double)v->skipped / (double)(v->total + !v->total),
-                 (double)v->total * 1e-9, changed, o->resume);
-    if (o->note) o->note(o->user, line);
-}
-
-/* Before anything is read: what is to be read, and what of it is done. */
-static int verify_begin(verify *v, bool is_writing) {
-    const k3_options *o = &v->e->opt;
-    char why[128] = "";
-    bool is_resumed = false;
-    uint64_t n_changed = 0;
-    int rc = o->resume ? verify_identify(v, is_writing) : 0;
-    if (rc == 0 && o->resume) {
-        is_resumed = k3_resume_read(o->resume, &v->from, why, sizeof why) > 0;
-        if (!is_resumed) v->from.i_copy = v->from.n_stretches = 0;
-        v->kept_ns = clock_ns();
-    }
-    for (uint64_t i = 0; is_resumed && i < v->now.n_files; i++) {
-        v->is_changed[i] = v->from.files[i] != v->now.files[i];
-        n_changed += v->is_changed[i];
-    }
-    for (v->i_copy = 0; rc == 0 && v->i_copy < v->e->io.n_copies; v->i_copy++) {
-        v->i_visit = 0;
-        sums_visit(v->e, verify_measure, v);
-    }
-    if (is_resumed || why[0]) verify_say_from(v, why, n_changed);
-    return rc;
-}
-
-/* It is through, or keeps how far it came. */
-static void verify_end(verify *v, bool is_through) {
-    if (v->e->opt.resume && is_through) k3_resume_remove(v->e->opt.resume);
-    if (!is_through && v->now.key) verify_keep(v);
-    free(v->now.files);
-    free(v->from.files);
-    free(v->is_changed);
-}
-
-/* All copies, one after another. */
-static int verify_copies(verify *v) {
-    int rc = 0;
-    for (v->i_copy = 0; rc == 0 && v->i_copy < v->e->io.n_copies; v->i_copy++) {
-        v->i_visit = 0;
-        rc = sums_visit(v->e, verify_visit, v);
-        while (v->n_ahead > 0) {
-            int rest = rc == 0 ? verify_oldest(v) : 0;
-            if (rest < 0) rc = rest;
-            if (rc == 0 || rest < 0) continue;
-            for (int k = 0; k < v->ahead[v->first].n_reqs; k++)
-                disk_wait(&v->e->io, &v->ahead[v->first].req[k]);
-            v->first = (v->first + 1) % VERIFY_AHEAD;
-            v->n_ahead--;
-        }
-        if (v->values) { /* the other copies are compared with the first */
-            v->e->sums.sum = rc == 0 ? v->values : NULL;
-            v->values = NULL;
-        }
-    }
-    return rc;
-}
-
-static int64_t verify_all(k3_engine *e, bool is_writing, bool compares, k3_error *err) {
-    const k3_options *o = &e->opt;
-    uint64_t room = io_room(piece_max_bytes(&e->files, &e->sh)), fingerprint = 0;
-    if (room < plan_bounce(e)) room = plan_bounce(e);
-    uint64_t embed = io_room(piece_bytes(&e->files, T_EMBED));
-    if (room < embed) room = embed;
-    if (e->sh.n_layers > e->sh.n_dense && room < expert_room(&e->files, &e->sh))
-        room = expert_room(&e->files, &e->sh);
-    verify v = {.e = e, .room = room, .err = err};
-    int rc = 0;
-    if (o->headers_only)
-        rc = disk_mode(&e->io, o->io == K3_IO_URING, o->direct == K3_ON,
-                       o->io_depth ? o->io_depth : 8, err);
-    sums_out out = {.fd = -1};
-    if (rc == 0 && is_writing) rc = sums_create(e, &out, err);
-    if (rc == 0 && is_writing) {
-        ledger_give(&e->mem, e->sums.block, e->sums.block_bytes);
-        e->print.by_sums = 0; /* an engine opened from now on may say */
-        rc = sums_make(e, true, &fingerprint, err);
-        v.values = rc == 0 ? sums_values(e) : NULL;
-    }
-    v.buf = rc == 0 ? ledger_take(&e->mem, VERIFY_AHEAD * room, "verify", err) : NULL;
-    if (rc == 0 && !v.buf) rc = e->mem.why;
-    if (rc == 0) rc = verify_begin(&v, is_writing);
-    if (rc == 0) rc = verify_copies(&v);
-    ledger_give(&e->mem, v.buf, VERIFY_AHEAD * room);
-    bool is_read = rc == 0;
-    if (rc == 0 && is_writing) rc = sums_save(e, &out, fingerprint, compares, err);
-    verify_end(&v, is_read && rc != K3_EIO);
-    if (rc < 0 && is_writing) e->sums.sum = NULL; /* of what was just read: they would bless it */
-    sums_abandon(&out);
-    return rc < 0 ? rc : v.n_experts;
-}
-
-/* Sums change hands: no step meanwhile. */
-static int64_t verify_alone(k3_engine *e, bool is_writing, bool compares, k3_error *err) {
-    if (e->opt.config_only)
-        return fail(err, K3_EUSAGE, "the engine was opened config_only: it has no weights");
-    pthread_mutex_lock(&e->step);
-    int64_t rc = verify_all(e, is_writing, compares, err);
-    pthread_mutex_unlock(&e->step);
-    return rc;
-}
-
-int64_t k3_engine_verify(k3_engine *e, k3_error *err) { return verify_alone(e, false, false, err); }
-
-int64_t k3_engine_write_sums(k3_engine *e, bool is_anew, k3_error *err) {
-    return verify_alone(e, true, !is_anew, err);
-}
-
 /* ==== 18. What the tier server shares ================================================
  *
  * `k3-tier` opens the same files with the same checks, but keeps experts only (experts.h).
@@ -5516,7 +4442,7 @@ int k3_expert_compare(const k3_engine *e, uint32_t il, uint32_t ie, const expert
     const sums *u = &e->sums;
     if (!u->sum || !k3_expert_has(e, il, ie)) return -1;
     const uint64_t *sum = u->sum + expert_sum_index(e, il, ie);
-    if (u->has_contents) return sum[u->per_expert - 1] == verify_contents(&e->sh, x);
+    if (u->has_contents) return sum[u->per_expert - 1] == expert_contents(&e->sh, x);
     if (!e->opt.experts_only) return -1; /* of bytes in the order of their file */
     XXH3_state_t *hash = XXH3_createState();
     if (!hash) return -1;

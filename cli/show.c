@@ -83,9 +83,9 @@ static void show_call_deltas(reply *r) {
 typedef struct {
     const char *p;
     size_t n;
-} part;
+} text_part;
 
-static void show_sink(chat *c, reply *r, part think, part answer) {
+static void show_sink(chat *c, reply *r, text_part think, text_part answer) {
     json_object *call;
     bool goes_on = think.n == 0 || c->sink->text(c->sink_user, true, think.p, think.n);
     if (answer.n) goes_on = c->sink->text(c->sink_user, false, answer.p, answer.n) && goes_on;
@@ -103,7 +103,7 @@ void show_reply(chat *c, reply *r) {
     c->n_think_out = r->think.n;
     c->n_answer_out = r->answer.n;
     if (c->sink) {
-        show_sink(c, r, (part){think, n_think}, (part){answer, n_answer});
+        show_sink(c, r, (text_part){think, n_think}, (text_part){answer, n_answer});
         return;
     }
     if (c->a->json) {

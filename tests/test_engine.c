@@ -17,6 +17,7 @@
 #define calloc(n, m) (n_mallocs++, calloc(n, m))
 static long n_mallocs; /* allocations by the engine itself */
 #include "../k3.c"
+#include "../k3_sample.c"
 
 #include <json-c/json.h>
 #undef malloc

@@ -46,6 +46,7 @@ static ssize_t disk_read(int fd, void *to, size_t n, off_t at) {
 #define RESUME_NS 0 /* keep how far verify came after each stretch */
 #define pread(fd, to, n, at)   disk_read(fd, to, n, at)
 #include "../k3.c"
+#include "../k3_sums.c"
 
 #include "../k3_disk.c"
 
