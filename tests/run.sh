@@ -51,6 +51,7 @@ programs() {
         skipped=$((skipped + 1))
     fi
     [ -n "$quick" ] || run tests/test_docs.py
+    [ -n "$quick" ] || run tests/test_house.py
     run tests/test_cache.sh $quick
     run tests/test_tier.sh demo
     run tests/test_slice.sh demo
