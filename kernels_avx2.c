@@ -40,11 +40,7 @@
 
 /* The fold of dot16, lanes 0..7 in `lo`: lanes 8, 4, 2, 1 apart, then + (+0). */
 TILE float fold(__m256 lo, __m256 hi) {
-    __m256 s8 = _mm256_add_ps(lo, hi);
-    __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-    __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
-    __m128 s1 = _mm_add_ss(s2, _mm_movehdup_ps(s2));
-    return _mm_cvtss_f32(s1) + 0.0f;
+    return fold_eight(_mm256_add_ps(lo, hi));
 }
 
 /* bf16 bits of the E2M1 magnitudes times 2^(c-127). Only codes 0 and 1 meet subnormals. */
@@ -148,13 +144,6 @@ TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t
     UNROLL for (int r = 0; r < R; r++) y[r] = fold(acc[r][0][0], acc[r][0][1]);
 }
 
-static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
-                        const float *x) {
-    size_t r = 0;
-    for (; r + 4 <= n_rows; r += 4) bf16_rows(4, y + r, w + r * ldw, ldw, n, x);
-    for (; r < n_rows; r++) bf16_rows(1, y + r, w + r * ldw, ldw, n, x);
-}
-
 /* One group of MXFP4 of one row. */
 TILE void mxfp4_group(const int V, __m256 acc[][2], const uint8_t *q, uint8_t code,
                       const float *x) {
@@ -186,19 +175,6 @@ TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, 
         }
     }
     UNROLL for (int r = 0; r < R; r++) y[r] = fold(acc[r][0][0], acc[r][0][1]);
-}
-
-/* Out of line, so that the loop has the registers to itself. */
-static __attribute__((noinline)) void mxfp4_rows4(float *y, const uint8_t *q, const uint8_t *s,
-                                                  size_t n, const float *x) {
-    mxfp4_rows(4, y, q, s, n, x);
-}
-
-static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
-                         const float *x) {
-    size_t r = 0, n_group = n / K3_GROUP, row = n / 2;
-    for (; r + 4 <= n_rows; r += 4) mxfp4_rows4(y + r, q + r * row, s + r * n_group, n, x);
-    for (; r < n_rows; r++) mxfp4_rows(1, y + r, q + r * row, s + r * n_group, n, x);
 }
 
 /* ---- Few vectors ------------------------------------------------------------------ */

@@ -43,11 +43,7 @@
 
 /* The fold of dot16: lanes 8, 4, 2, 1 apart, then + (+0). */
 TILE float fold(__m512 acc) {
-    __m256 s8 = _mm256_add_ps(_mm512_castps512_ps256(acc), _mm512_extractf32x8_ps(acc, 1));
-    __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-    __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
-    __m128 s1 = _mm_add_ss(s2, _mm_movehdup_ps(s2));
-    return _mm_cvtss_f32(s1) + 0.0f;
+    return fold_eight(_mm256_add_ps(_mm512_castps512_ps256(acc), _mm512_extractf32x8_ps(acc, 1)));
 }
 
 /* f32 bits of the E2M1 magnitudes times 2^(c-127). Only codes 0 and 1 meet subnormals. */
@@ -108,13 +104,6 @@ TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t
     for (int r = 0; r < R; r++) y[r] = fold(acc[r]);
 }
 
-static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
-                        const float *x) {
-    size_t r = 0;
-    for (; r + 4 <= n_rows; r += 4) bf16_rows(4, y + r, w + r * ldw, ldw, n, x);
-    for (; r < n_rows; r++) bf16_rows(1, y + r, w + r * ldw, ldw, n, x);
-}
-
 /* Lane 4i + j of the MXFP4 batch-1 accumulators is lane 4j + i of dot16: quarter i of the
  * zmm has byte i of each 32-bit word in its low bits. A transpose is its own inverse, so
  * the same permutation takes x there and the sums back. */
@@ -160,19 +149,6 @@ TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, 
         }
     }
     for (int r = 0; r < R; r++) y[r] = fold(transpose_lanes(acc[r]));
-}
-
-/* Out of line, so that the loop has the registers to itself. */
-static __attribute__((noinline)) void mxfp4_rows4(float *y, const uint8_t *q, const uint8_t *s,
-                                                  size_t n, const float *x) {
-    mxfp4_rows(4, y, q, s, n, x);
-}
-
-static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
-                         const float *x) {
-    size_t r = 0, n_group = n / K3_GROUP, row = n / 2;
-    for (; r + 4 <= n_rows; r += 4) mxfp4_rows4(y + r, q + r * row, s + r * n_group, n, x);
-    for (; r < n_rows; r++) mxfp4_rows(1, y + r, q + r * row, s + r * n_group, n, x);
 }
 
 /* ---- Few vectors ------------------------------------------------------------------ */

@@ -55,6 +55,14 @@ typedef struct {
     size_t ahead; /* weights that far on in memory, in elements, are needed next */
 } few_part;
 
+/* The fold of dot16 from eight lanes on: lanes 4, 2, 1 apart, then + (+0). */
+TILE float fold_eight(__m256 s8) {
+    __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
+    __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
+    __m128 s1 = _mm_add_ss(s2, _mm_movehdup_ps(s2));
+    return _mm_cvtss_f32(s1) + 0.0f;
+}
+
 /* The operands of one head of the KDA recurrence, as in the contract. */
 typedef struct {
     size_t d, n_tok, ldv, ldb, ldo;
@@ -64,11 +72,11 @@ typedef struct {
 
 /* ---- What each set defines ------------------------------------------------------------ */
 
-/* One vector. */
-static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
-                        const float *x);
-static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
-                         const float *x);
+/* R rows, 1 or 4, against one vector: y[r] = dot16(W[r], x). */
+TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t n,
+                    const float *x);
+TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, size_t n,
+                     const float *x);
 
 /* One group of weights to 16 evens | 16 odds, 64-byte aligned. Of bf16 `left` elements remain in
  * the row. */
@@ -95,6 +103,28 @@ TILE void few_rows(const enum kind kind, const int R, const int V, float *acc, c
 TILE void chain_cols(const enum kind kind, const int T, const int J, float *y, size_t ldy,
                      const void *w, size_t ldw, size_t n_i, size_t n_j, const float *c,
                      size_t ldc);
+
+/* ---- One vector ------------------------------------------------------------------------ */
+
+static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
+                        const float *x) {
+    size_t r = 0;
+    for (; r + 4 <= n_rows; r += 4) bf16_rows(4, y + r, w + r * ldw, ldw, n, x);
+    for (; r < n_rows; r++) bf16_rows(1, y + r, w + r * ldw, ldw, n, x);
+}
+
+/* Out of line, so that the loop has the registers to itself. */
+static __attribute__((noinline)) void mxfp4_rows4(float *y, const uint8_t *q, const uint8_t *s,
+                                                  size_t n, const float *x) {
+    mxfp4_rows(4, y, q, s, n, x);
+}
+
+static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
+                         const float *x) {
+    size_t r = 0, n_group = n / K3_GROUP, row = n / 2;
+    for (; r + 4 <= n_rows; r += 4) mxfp4_rows4(y + r, q + r * row, s + r * n_group, n, x);
+    for (; r < n_rows; r++) mxfp4_rows(1, y + r, q + r * row, s + r * n_group, n, x);
+}
 
 /* ---- Panels --------------------------------------------------------------------------- */
 

@@ -39,7 +39,6 @@ KNOWN = {
     "cli/talk.h struct chat": 58,
     "tests/test_model.c test_header_entries()": 62,
     "tests/test_text.c test_bad_config()": 63,
-    "kernels_avx2.c and kernels_avx512.c share lines": 11,
 }
 C = (".c", ".h", ".cu", ".cuh")
 SOURCES = C + (".py", ".sh")
