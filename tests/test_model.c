@@ -1053,6 +1053,11 @@ static void test_header_entries(void) {
         {"data_offsets", "[0,49152]", Q_PROJ, "overlap"},
         {"data_offsets", "[638,49790]", Q_PROJ, "overlap"},
     };
+    HEADER_CASES(Q_PROJ, m);
+}
+
+/* The same of a vector of f32, and of packed bytes. */
+static void test_header_kinds(void) {
     static const mutant a_log[] = {
         {NULL, "{\"dtype\":\"F32\",\"shape\":[3],\"data_offsets\":[0,12]}", A_LOG, "[3]"},
         {NULL, "{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]}", A_LOG, "[0]"},
@@ -1065,7 +1070,6 @@ static void test_header_entries(void) {
         {"shape", "[3072]", W1 "weight_packed", "[3072]"},
         {"data_offsets", "[1377600,1380671]", W1 "weight_packed", "span 3071"},
     };
-    HEADER_CASES(Q_PROJ, m);
     HEADER_CASES(A_LOG, a_log);
     HEADER_CASES(W1 "weight_packed", packed);
 }
@@ -1898,6 +1902,7 @@ static void test_refusals(void) {
     test_config_stranger();
     test_config_only();
     test_header_entries();
+    test_header_kinds();
     test_header_missing();
     test_header_twice();
     test_header_accepted();

@@ -702,8 +702,9 @@ static void test_good_ranks(void) {
     free(big.s);
 }
 
-static void test_bad_config(void) {
 #define ADDED(members) "{\"added_tokens_decoder\":{" members "}}"
+
+static void test_bad_config(void) {
     static const char *const cases[][2] = {
         {"", "tokenizer_config.json: cut short at byte 0"},
         {"{\"added_tokens_decoder\":{", "tokenizer_config.json: cut short at byte *"},
@@ -722,6 +723,23 @@ static void test_bad_config(void) {
         {"{'\"':1,'c\"':2,\"a\":1,\"a\":2}",
          "tokenizer_config.json: not valid JSON: a comment or a single quote; download the file again"},
         {ADDED("\"256\":{\"content\":\"\xff\"}"), "tokenizer_config.json: *"},
+    };
+    text_buf ranks = byte_ranks();
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++)
+        check_refused(&ranks, cases[k][0], strlen(cases[k][0]), cases[k][1]);
+    k3_tokenizer *t = build(ranks.s, ranks.n, ADDED("") "\r\n\t ");
+    k3_tokenizer_close(t);
+    /* What the official file holds: a number no integer can. */
+    t = build(ranks.s, ranks.n,
+              "{\"model_max_length\":1000000000000000019884624838656,"
+              "\"added_tokens_decoder\":{\"511\":{\"content\":\"[PAD]\"}}}");
+    k3_tokenizer_close(t);
+    free(ranks.s);
+}
+
+/* Special ids and their names. */
+static void test_bad_specials(void) {
+    static const char *const cases[][2] = {
         {ADDED("\"x\":{\"content\":\"y\"}"),
          "tokenizer_config.json: added_tokens_decoder key \"x\" is not an id"},
         {ADDED("\"-1\":{\"content\":\"y\"}"),
@@ -754,13 +772,6 @@ static void test_bad_config(void) {
     buf_str(&config, "\"}}}");
     check_refused(&ranks, config.s, config.n,
                   "tokenizer_config.json: special id 511 has a name of 257 bytes, not 1 to 256");
-    k3_tokenizer *t = build(ranks.s, ranks.n, ADDED("") "\r\n\t ");
-    k3_tokenizer_close(t);
-    /* What the official file holds: a number no integer can. */
-    t = build(ranks.s, ranks.n,
-              "{\"model_max_length\":1000000000000000019884624838656,"
-              "\"added_tokens_decoder\":{\"511\":{\"content\":\"[PAD]\"}}}");
-    k3_tokenizer_close(t);
     free(ranks.s);
     free(config.s);
     free(name.s);
@@ -868,6 +879,7 @@ int main(int argc, char **argv) {
     test_bad_ranks();
     test_good_ranks();
     test_bad_config();
+    test_bad_specials();
     test_files();
     test_no_memory();
     k3_tokenizer_close(demo);
