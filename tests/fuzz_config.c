@@ -1,7 +1,7 @@
 /* fuzz_config.c - config.json from memory, for libFuzzer or a replay of tests/corpus/config.
  *
- * A refusal must say why in one line; a shape that is accepted must keep the promises that the
- * rest of the engine builds on. Includes k3.c; do not link it.
+ * A refusal must say why in one line; a shape that is accepted must keep what the rest of the
+ * engine relies on. Includes k3.c; do not link it.
  */
 #include "../k3.c"
 

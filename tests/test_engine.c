@@ -24,7 +24,7 @@ static long n_mallocs; /* allocations by the engine itself */
 #include "test.h"
 
 static const char *demo_dir, *scripts_dir, *data_dir;
-static bool is_quick, is_short; /* --short, of `make test`: less of what is slow */
+static bool is_quick, is_short; /* is_short: --short, for `make test`: less of what is slow */
 
 #define MAX_IDS 1024
 
@@ -78,7 +78,7 @@ static int generate(k3_session *s, const uint32_t *prompt, size_t n_prompt, size
     return rc;
 }
 
-/* NaN counts as the largest. */
+/* *m = max(*m, v), where a NaN is the largest value. */
 static void keep_max(double *m, double v) {
     if (!(v <= *m)) *m = v;
 }
@@ -92,7 +92,8 @@ static size_t parse_ids(const char *text, uint32_t *ids) {
     return n;
 }
 
-/* Line `index` of a TSV after the tab that ends its first column; false at the end. */
+/* Read line `index` of a TSV; *rest is what follows the tab behind its first column. false: no such
+ * line. */
 static bool tsv_line(const char *path, int index, char *line, int cap, char **rest) {
     FILE *f = fopen(path, "r");
     bool is_found = false;
@@ -122,7 +123,7 @@ static bool golden_hashes(int index, hashes *h) {
 
 #define N_GOLDEN 13
 
-/* Every published hash, with one kernel set, thread count and chunk. */
+/* Compare every published hash, with one kernel set, thread count and chunk. */
 static void test_golden(const char *kernels, int n_threads, int chunk, int first, int step_by) {
     uint32_t prompt[MAX_IDS], out[32];
     k3_error err;
@@ -159,7 +160,7 @@ static void test_golden_all(void) {
     }
 }
 
-/* The torch logits of three prompts. */
+/* Compare with the torch logits of three prompts. */
 static void test_golden_logits(void) {
     char path[4096];
     k3_error err;
@@ -222,7 +223,7 @@ static bool trace_open(trace_file *t, const char *path) {
            read_f32(t->f, t->logits, (size_t)t->n_pos * t->vocab);
 }
 
-/* The next record: blocks and P before a layer, and what should come out. */
+/* Read the next record: blocks and P before a layer, and what the layer must give. */
 static bool trace_layer(trace_file *t, stream_bufs *b, uint32_t *n_blocks, float *want) {
     size_t n = (size_t)t->n_pos * t->hidden;
     if (!read_u32(t->f, n_blocks, 1)) return false;
@@ -231,7 +232,7 @@ static bool trace_layer(trace_file *t, stream_bufs *b, uint32_t *n_blocks, float
     return read_f32(t->f, b->P, n) && (!want || read_f32(t->f, want, n));
 }
 
-/* Each layer fed the reference's own input agrees to 1e-5 of its largest output. */
+/* Feed each layer the reference's own input: its output must agree to 1e-5 of the largest element. */
 static void test_layers(k3_session *s, trace_file *t, const char *name) {
     k3_engine *e = s->e;
     k3_error err = {""};
@@ -273,7 +274,7 @@ static void test_layers(k3_session *s, trace_file *t, const char *name) {
     free(head);
 }
 
-/* End to end: logits to 2e-4 of their range, greedy ids the same unless the margin is less. */
+/* End to end: logits must agree to 2e-4 of their range, and greedy ids unless the margin is less. */
 static void test_end_to_end(k3_session *s, const trace_file *t, const char *name) {
     size_t V = t->vocab;
     float *row = malloc((size_t)t->n_pos * V * sizeof *row);
@@ -298,7 +299,7 @@ static void test_end_to_end(k3_session *s, const trace_file *t, const char *name
     free(row);
 }
 
-/* The same model and prompt through every kernel set, thread count and chunk. */
+/* Run the same model and prompt with every kernel set, thread count and chunk. */
 static void test_same_bits(const char *dir, const uint32_t *prompt, size_t n, size_t n_gen,
                            const char *name) {
     static const int threads[] = {1, 2, 3}, chunks[] = {1, 7, 64};
@@ -424,7 +425,7 @@ static void trace_run(k3_session *s, trace_list *t) {
     CHECK(k3_session_feed(s, ids, 4, K3_ROWS_NONE, NULL, &err) == 0);
 }
 
-/* One flipped weight bit shows first at its own layer. */
+/* One flipped bit of a weight must show first in the trace of its own layer. */
 static void test_planted_fault(void) {
     static const struct {
         uint32_t il;
@@ -441,7 +442,7 @@ static void test_planted_fault(void) {
     for (size_t i = 0; i < sizeof plant / sizeof *plant; i++) {
         uint16_t *w = (uint16_t *)(uintptr_t)e->layers[plant[i].il].m[plant[i].t];
         size_t at = 0;
-        while ((w[at] & 0x7f80) < 0x3c00) at++; /* a weight that matters */
+        while ((w[at] & 0x7f80) < 0x3c00) at++; /* a weight not near zero */
         w[at] ^= 1;
         trace_run(s, &bad);
         w[at] ^= 1;
@@ -455,7 +456,7 @@ static void test_planted_fault(void) {
     k3_engine_close(e);
 }
 
-/* Two timelines of one engine, taken in turn, are what each is alone. */
+/* Two sessions of one engine, fed in turn, must each give what it gives alone. */
 static void test_sessions(void) {
     uint32_t a[MAX_IDS], b[MAX_IDS], out[32];
     size_t na = golden_prompt(0, a), nb = golden_prompt(7, b);
@@ -565,7 +566,7 @@ static void test_state_and_allocations(void) {
 #endif
     fp_restore(ftz);
     CHECK(generate(s, ids, n, 32, out, &got) == 0);
-    CHECK_EQ_INT(fp_save() & ~0x3fu, ftz & ~0x3fu); /* but for the sticky flags */
+    CHECK_EQ_INT(fp_save() & ~0x3fu, ftz & ~0x3fu); /* without the sticky flags */
     fp_restore(plain);
     CHECK(got.logits == want.logits && got.trace == want.trace);
 
@@ -904,7 +905,7 @@ static void test_sampler_plain(void) {
         }
     }
     CHECK_EQ_INT(n_same, n_case);
-    int n_large = 0; /* what the last bin relies on */
+    int n_large = 0; /* the last bin relies on this */
     for (float x = SAMPLE_FAR * 0.999f; x < 120.0f; x *= 1.000244140625f)
         n_large += !(k3_exp(-x) < 0x1p-24f);
     CHECK_EQ_INT(n_large, 0);

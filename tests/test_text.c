@@ -87,7 +87,8 @@ static text_buf repeat(const char *unit, size_t n_unit, size_t n_bytes) {
     return b;
 }
 
-/* Encode all of s[n] and check that the ids spell it again. Returns the ids (free them). */
+/* Encode all of s[n] and check that the ids spell it again. Returns the ids, which the caller
+ * frees. */
 static uint32_t *encode_all(k3_tokenizer *t, const char *s, size_t n, k3_text_mode mode,
                             int64_t *n_ids) {
     uint32_t *ids = malloc((n + 1) * sizeof *ids);
@@ -256,7 +257,7 @@ static uint32_t tiny_find(const tiny_vocab *v, const uint8_t *s, size_t n) {
     return NO_ID;
 }
 
-/* All bytes and some words over abc, in random order. */
+/* All single bytes and some words of a, b, c, in random order. */
 static void tiny_make(tiny_vocab *v, uint64_t *r) {
     v->n_ranks = 0;
     for (uint32_t b = 0; b < 256; b++) {
@@ -409,7 +410,7 @@ static void test_invalid(k3_tokenizer *t) {
     }
 }
 
-/* Parts of s, told as lengths in characters; `s` must be of one-byte characters. */
+/* Check the parts of s, given as lengths in characters; s has characters of one byte only. */
 static void check_parts(const text_buf *b, const size_t *want, size_t n_want) {
     uint32_t slice_left = SLICE_CHARS;
     size_t at = 0, k = 0;
@@ -825,7 +826,7 @@ static void test_files(void) {
     free(ranks.s);
 }
 
-/* Every allocation of ours fails once: a clean K3_ENOMEM, nothing left behind. */
+/* Each allocation of the tokenizer fails in turn: K3_ENOMEM, and nothing is left behind. */
 static void test_no_memory(void) {
     text_buf ranks = byte_ranks(), word = repeat("ab", 2, 600);
     k3_tokenizer *t = NULL;
