@@ -4074,7 +4074,7 @@ const uint32_t *k3_session_ids(const k3_session *s, size_t *n) {
     return s->ids;
 }
 
-k3_engine *k3_state_engine(const k3_session *s) { return s->e; }
+k3_engine *k3_session_engine(const k3_session *s) { return s->e; }
 k3_pool *k3_state_pool(const k3_engine *e) { return e->pool; }
 bool k3_state_is_broken(const k3_session *s) { return s->is_broken; }
 uint32_t *k3_state_ids(k3_session *s) { return s->ids; }

@@ -251,6 +251,7 @@ int k3_session_feed(k3_session *s, const uint32_t *ids, size_t n, k3_rows rows, 
 
 uint64_t k3_session_pos(const k3_session *s);     /* positions run so far  */
 uint64_t k3_session_context(const k3_session *s); /* positions it can hold */
+k3_engine *k3_session_engine(const k3_session *s); /* what it was made with */
 
 /* Hash of the hidden_size f32 of P after each layer (docs/NUMERICS.md 7), called in
  * position-major, then layer order after each chunk. NULL turns it off. */

@@ -175,7 +175,7 @@ static bool app_array(const source *x, uint32_t i, k3_state_array *out) {
 }
 
 static bool layers_array(const source *x, uint32_t i, k3_state_array *out) {
-    if (i >= k3_engine_shape(k3_state_engine(x->s))->n_layers) return false;
+    if (i >= k3_engine_shape(k3_session_engine(x->s))->n_layers) return false;
     k3_state_layer(x->s, i, x->n_pos, out);
     return true;
 }
@@ -813,7 +813,7 @@ static void table_plan(head *h, const source *from) {
  * it a state. `h` is that of the engine; what the writing finds out is filled in. */
 static int state_write(k3_session *s, int fd, const char *name, const void *app, uint64_t n_app,
                        head *h, k3_error *err) {
-    k3_engine *e = k3_state_engine(s);
+    k3_engine *e = k3_session_engine(s);
     crew c;
     size_t n_ids;
     const uint32_t *ids = k3_session_ids(s, &n_ids);
@@ -891,7 +891,7 @@ static int sections_read(crew *c, const source *to, const head *h) {
 /* The sections behind a header that matches, into a session that was reset. */
 static int state_read(k3_session *s, int fd, const char *name, const head *h, void *app,
                       k3_error *err) {
-    k3_engine *e = k3_state_engine(s);
+    k3_engine *e = k3_session_engine(s);
     const source to = {s, h->n_pos, h->n_app, app};
     crew c;
     crew_open(&c, e, false, fd, name, err);
@@ -941,7 +941,7 @@ static void state_note_unknown(const k3_engine *e, const head *h, const head *ow
 static int state_take(k3_session *s, int fd, const char *path, const head *h, void **app,
                       k3_error *err) {
     head own;
-    int rc = head_of_engine(&own, k3_state_engine(s), err);
+    int rc = head_of_engine(&own, k3_session_engine(s), err);
     if (rc == 0) rc = head_match(h, &own, path, err);
     if (rc < 0) return rc;
     if (h->n_pos > k3_session_context(s))
@@ -953,7 +953,7 @@ static int state_take(k3_session *s, int fd, const char *path, const head *h, vo
         return fail(err, K3_ENOMEM, "%s: out of memory", path);
     rc = state_read(s, fd, path, h, app ? *app : NULL, err);
     if (rc == 0) k3_state_resume(s, h->n_pos, h->n_unverified > 0);
-    if (rc == 0) state_note_unknown(k3_state_engine(s), h, &own, path);
+    if (rc == 0) state_note_unknown(k3_session_engine(s), h, &own, path);
     return rc;
 }
 
@@ -1012,7 +1012,7 @@ static int session_check(const k3_session *s, k3_error *err) {
         return fail(err, K3_EUSAGE, "this session ended with an error: it has no state to save");
     if (k3_session_pos(s) == 0)
         return fail(err, K3_EUSAGE, "this session is empty: there is no state to save");
-    if (k3_state_is_unverified(s) && k3_state_has_audits(k3_state_engine(s)))
+    if (k3_state_is_unverified(s) && k3_state_has_audits(k3_session_engine(s)))
         return fail(err, K3_ECHECK,
                     "far boxes gave expert sums for this session that nobody compared: with audits of only "
                     "some answers no state of it is saved");
@@ -1117,7 +1117,7 @@ int k3_session_save(k3_session *s, const char *path, const void *app, size_t n_a
     if (rc == 0 && n_app > K3_STATE_APP_MAX)
         rc = fail(err, K3_EUSAGE, "%zu bytes to keep with the state, more than %u", n_app,
                   K3_STATE_APP_MAX);
-    if (rc == 0) rc = head_of_engine(&h, k3_state_engine(s), err);
+    if (rc == 0) rc = head_of_engine(&h, k3_session_engine(s), err);
     if (rc < 0) return rc;
     char *real = realpath(path, NULL);
     rc = save_to(s, real ? real : path, app, n_app, &h, err);

@@ -19,7 +19,6 @@ typedef struct {
 } k3_state_array;
 void k3_state_layer(const k3_session *s, uint32_t il, uint64_t n_pos, k3_state_array *out);
 
-k3_engine *k3_state_engine(const k3_session *s);
 bool k3_state_is_broken(const k3_session *s);
 
 /* Did far boxes give sums for it that nobody compared? Does this engine compare any? */

@@ -7,6 +7,8 @@
  */
 #include "cli/args.h"
 
+#include "cli/drafts.h"
+
 #include "cli/console.h"
 #include "k3_common.h"
 
@@ -74,6 +76,13 @@ static const option_row OPTION[] = {
      "draw among the likeliest that together hold P; 1 is off"},
     {"--top-p", "P", KIND_REAL, AT(sampler.top_p), CHAT, G_SAMPLE, "0.95", 0, 1,
      "draw among the likeliest that together hold P; 1 is off"},
+    {"--draft", "off|auto|1|2|3|4|5|6|7", KIND_CHOICE, AT(draft), RUN | CHAT, G_SAMPLE, "auto", 0, 0,
+     "run ids ahead that repeat what the text said before, several in one pass\n"
+     "over the weights; the text stays the same to the last bit. auto: as many as\n"
+     "pay by what passes cost here and how often such ids were right; a number:\n"
+     "always so many"},
+    {"--draft", "off|auto|1|2|3|4|5|6|7", KIND_CHOICE, AT(draft), BENCH, G_SAMPLE, "off", 0, 0,
+     "the same for the bench, where none is made unless asked for"},
     {"--seed", "N", KIND_COUNT, AT(sampler.seed), RUN | CHAT, G_SAMPLE, "0", 0, UINT64_MAX,
      "the same seed gives the same answer"},
 
@@ -306,6 +315,11 @@ static int check_unit(const option_row *o, const char *text, uint64_t value) {
 }
 
 const option_table CLI_OPTIONS = {OPTION, COUNT(OPTION), ANY, check_unit};
+
+int args_draft(const cli_args *a) {
+    if (a->trace || a->routing || a->dump_logits || a->draft == 0) return 0;
+    return a->draft == 1 ? DRAFT_AUTO : (int)a->draft - 1;
+}
 
 bool is_given(const cli_args *a, const char *name) {
     for (size_t i = 0; i < COUNT(OPTION); i++)

@@ -87,6 +87,7 @@ typedef struct {
     text_list mirror, tier;
     bool gpu;
     k3_sampler sampler;
+    uint64_t draft; /* as chosen: off, auto, 1 .. GATE_DRAFTS; args_draft() says the width */
     prompt_args prompt;
     uint64_t tokens;
     bool no_stop;
@@ -109,6 +110,9 @@ extern const option_table CLI_OPTIONS;
 /* Fill `a` from the words after the command. *wants_help: -h or --help was met. Lists of engine options point
  * into `a`. An exit code, whose reason is said. */
 int args_parse(cli_args *a, const option_taker *taker, int argc, char **argv, bool *wants_help);
+
+/* Drafts of a pass: 0, so many, or DRAFT_AUTO. None where every row that is run is written down. */
+int args_draft(const cli_args *a);
 
 /* Was the option on the command line? */
 bool is_given(const cli_args *a, const char *name);

@@ -126,6 +126,7 @@ static int bench_open(bench_state *b) {
     for (size_t i = 0; i < b->n_prompt; i++)
         bytes += sizeof(id_list) * 2 + 32 + b->prompt[i].n * 4 * sizeof(uint32_t);
     o.caller_bytes = beyond_allowance(bytes);
+    o.revocable = drafts_revocable(args_draft(a));
     rc = engine_open(&b->e, &o);
     if (rc == DONE && !a->quiet && is_streaming(b->e)) plan_say(b->e);
     return rc == DONE ? timeline_open(&b->line, b->e, a) : rc;
@@ -135,9 +136,8 @@ static int bench_open(bench_state *b) {
 static int bench_once(bench_state *b, const id_list *prompt, double *in_s, double *out_s) {
     timeline *line = &b->line;
     k3_error err = {{0}};
-    k3_session_reset(line->s);
+    timeline_reset(line);
     console_answer(&b->con, 0, 0);
-    line->ids_fnv = line->logits_fnv = K3_FNV_BASIS;
     k3_stats before, between, after;
     k3_session_stats(line->s, &before);
     uint64_t start = clock_ns();
@@ -147,7 +147,7 @@ static int bench_once(bench_state *b, const id_list *prompt, double *in_s, doubl
     for (uint64_t i = 0; i < b->a->tokens && status >= 0; i++) {
         uint32_t id = timeline_draw(line);
         console_answer(&b->con, i + 1, b->a->tokens);
-        if (i + 1 < b->a->tokens) status = timeline_feed(line, &id, 1, &err);
+        if (i + 1 < b->a->tokens) status = timeline_run(line, id, &err);
     }
     k3_session_stats(line->s, &after);
     where_add(&b->where.prompt, &before, &between);

@@ -261,12 +261,13 @@ static int chat_engine(chat *c) {
     k3_error err = {{0}};
     engine_gpu(c->a, &o);
     o.snapshots = (uint32_t)c->a->chat.undo;
+    o.revocable = drafts_revocable(args_draft(c->a));
     ram_say(&c->con, &o);
-    int status = k3_engine_open(&c->e, &o, &err);
+    int status = engine_open_drafts(&c->e, &o, &err);
     console_clear(&c->con);
     if (status == K3_EBUDGET && o.snapshots && !is_given(c->a, "--undo")) {
         o.snapshots = 0;
-        status = k3_engine_open(&c->e, &o, &err);
+        status = engine_open_drafts(&c->e, &o, &err);
         console_clear(&c->con);
         if (status >= 0 && !c->a->quiet)
             say("note: --ram has no room for a snapshot: /undo has to read again%s",
@@ -395,6 +396,7 @@ static int chat_open(chat *c) {
     if (status >= 0 && a->cache)
         status = k3_cache_open(&c->cache, c->e, a->cache, a->cache_size, &err);
     if (status < 0) return fail_status(status, &err);
+    if ((rc = drafts_open(&c->d, c->s, args_draft(a), c->n_vocab)) != DONE) return rc;
     if (a->verbose || (is_streaming(c->e) && !a->quiet)) plan_say(c->e);
     chat_defaults(c);
     if (a->load) {
@@ -412,6 +414,7 @@ static void chat_close(chat *c) {
     if (c->s && c->e) {
         chat_forget(c);
         k3_cache_close(c->cache);
+        drafts_close(&c->d);
         k3_session_free(c->s);
     }
     k3_engine_close(c->e);

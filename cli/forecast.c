@@ -25,7 +25,8 @@ double forecast_distinct(uint32_t n_experts, uint32_t top_k, uint64_t n_pos) {
 uint64_t forecast_bytes(const k3_shape *sh, const k3_plan *p, uint64_t n_pos) {
     const double E = (double)sh->n_experts, n_moe = (double)moe_layers(sh);
     const uint64_t head = (uint64_t)sh->vocab_size * sh->hidden * sizeof(uint16_t);
-    const uint64_t chunk = p->chunk ? p->chunk : 1;
+    const uint64_t chunk = p->chunk ? p->chunk : 1, part = p->part ? p->part : chunk;
+    const uint64_t last = p->streamed_bytes < head ? p->streamed_bytes : head; /* the head is kept last of all */
     double pinned = n_moe > 0 ? (double)p->n_pinned / n_moe : 0, chosen = 0, experts = 0;
     uint64_t trunk = 0;
     for (uint64_t at = 0, n; at < n_pos; at += n) {
@@ -35,8 +36,7 @@ uint64_t forecast_bytes(const k3_shape *sh, const k3_plan *p, uint64_t n_pos) {
         double held = pinned + fmin(chosen, (double)p->quota);
         experts += wanted * (1.0 - fmin(held, E) / (E > 0 ? E : 1));
         chosen += wanted * (1.0 - chosen / (E > 0 ? E : 1)); /* distinct over all chunks so far */
-        trunk += p->streamed_bytes;
-        if (!is_last) trunk -= p->streamed_bytes < head ? p->streamed_bytes : head;
+        trunk += (p->streamed_bytes - last) * ((n + part - 1) / part) + (is_last ? last : 0);
     }
     return trunk + (uint64_t)(experts * n_moe * (double)sh->expert_bytes);
 }

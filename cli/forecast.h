@@ -22,8 +22,8 @@
 double forecast_distinct(uint32_t n_experts, uint32_t top_k, uint64_t n_pos);
 
 /* Bytes that a prompt of n_pos ids reads, on an engine that was just opened: the streamed trunk once for
- * each chunk (the head for the last one only), and of each chunk's distinct experts those that no slot
- * holds. Slots hold what earlier chunks chose, up to the quota; pinned experts are there from the start. */
+ * each part of each pass (the head once), and of each pass's distinct experts those that no slot
+ * holds. Slots hold what earlier passes chose, up to the quota; pinned experts are there from the start. */
 uint64_t forecast_bytes(const k3_shape *sh, const k3_plan *p, uint64_t n_pos);
 
 /* Bytes that opening reads: trunk that stays, vectors, pinned experts. */

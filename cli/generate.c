@@ -19,10 +19,11 @@ int timeline_open(timeline *t, k3_engine *e, const cli_args *a) {
     int status = k3_session_new(&t->s, e, 0, &err);
     if (status < 0) return fail_status(status, &err);
     k3_session_stats(t->s, &t->before);
-    return DONE;
+    return drafts_open(&t->d, t->s, args_draft(a), t->n_vocab);
 }
 
 void timeline_close(timeline *t) {
+    drafts_close(&t->d);
     k3_session_free(t->s);
     free(t->row);
     free(t->scratch);
@@ -48,13 +49,30 @@ void timeline_hash_row(timeline *t) {
 }
 
 int timeline_feed(timeline *t, const uint32_t *ids, size_t n, k3_error *err) {
+    timeline_settle(t);
     int status = k3_session_feed(t->s, ids, n, K3_ROWS_LAST, t->row, err);
     if (status >= 0) timeline_hash_row(t);
     return status;
 }
 
+int timeline_run(timeline *t, uint32_t id, k3_error *err) {
+    int status = drafts_run(&t->d, id, t->row, err);
+    if (status >= 0) timeline_hash_row(t);
+    return status;
+}
+
+uint64_t timeline_pos(const timeline *t) { return drafts_pos(&t->d); }
+
+void timeline_settle(timeline *t) { drafts_settle(&t->d); }
+
+void timeline_reset(timeline *t) {
+    timeline_settle(t);
+    k3_session_reset(t->s);
+    t->ids_fnv = t->logits_fnv = K3_FNV_BASIS;
+}
+
 uint32_t timeline_draw(timeline *t) {
-    uint64_t pos = k3_session_pos(t->s) - 1;
+    uint64_t pos = timeline_pos(t) - 1;
     uint32_t id = k3_sample(t->e, &t->sampler, t->row, t->n_vocab, pos, t->scratch);
     t->ids_fnv = k3_fnv1a(t->ids_fnv, &id, sizeof id);
     return id;

@@ -5,6 +5,7 @@
 #define K3_CLI_GENERATE_H
 
 #include "cli/args.h"
+#include "cli/drafts.h"
 #include "k3.h"
 
 typedef struct {
@@ -13,6 +14,7 @@ typedef struct {
     size_t n_vocab;
     float *row;    /* f32[n_vocab], logits after the last position run       */
     void *scratch; /* for k3_sample                                          */
+    drafts d;
     k3_sampler sampler;
     uint64_t ids_fnv, logits_fnv;
     k3_stats before; /* when the session was new: what opening read           */
@@ -25,6 +27,16 @@ void timeline_close(timeline *t);
 
 /* Run ids and hash the row of the last one. A negative return is a k3_status. */
 int timeline_feed(timeline *t, const uint32_t *ids, size_t n, k3_error *err);
+
+/* Run the id that was drawn, with what may follow it, and hash its row. A negative return is a k3_status. */
+int timeline_run(timeline *t, uint32_t id, k3_error *err);
+
+/* Positions of the text. The session may be ahead of it (drafts.h) until timeline_settle(). */
+uint64_t timeline_pos(const timeline *t);
+void timeline_settle(timeline *t);
+
+/* Back to position 0, as new. */
+void timeline_reset(timeline *t);
 
 /* Count t->row into logits_fnv. */
 void timeline_hash_row(timeline *t);

@@ -5,6 +5,8 @@
  */
 #include "cli/inputs.h"
 
+#include "cli/drafts.h"
+
 #include "cli/args.h"
 #include "cli/console.h"
 #include "cli/gpu.h"
@@ -303,11 +305,41 @@ void ram_say(const console *con, const k3_options *o) {
         say("note: %s", text);
 }
 
+/* What drafts need of memory holds no weights. Do they take at most 1/32 of what is above the floor? Asked of plans that
+ * read nothing but config.json. */
+static bool drafts_are_cheap(const k3_options *without, const k3_options *with) {
+    k3_options o[2] = {*without, *with};
+    uint64_t taken[2] = {0, 0}, above = 0;
+    for (int i = 0; i < 2; i++) {
+        k3_engine *e;
+        k3_error err;
+        o[i].config_only = true;
+        o[i].note = NULL;
+        o[i].tiers = NULL;
+        if (i == 0) o[i].revocable = 0;
+        if (k3_engine_open(&e, &o[i], &err) < 0) return false;
+        const k3_plan *p = k3_engine_plan(e);
+        taken[i] = p->session_bytes + o[i].caller_bytes;
+        if (i == 0) above = p->ram_bytes > p->floor_bytes ? p->ram_bytes - p->floor_bytes : 0;
+        k3_engine_close(e);
+    }
+    return taken[1] - taken[0] <= above / 32;
+}
+
+int engine_open_drafts(k3_engine **e, const k3_options *o, k3_error *err) {
+    k3_options with = *o, without = *o;
+    k3_shape sh;
+    without.revocable = 0;
+    if (o->revocable == 0 || k3_config_read(&sh, o->model_dir, NULL) < 0) return k3_engine_open(e, &without, err);
+    with.caller_bytes += drafts_bytes(DRAFT_AUTO, o->context ? o->context : DEFAULT_CONTEXT, sh.vocab_size);
+    return k3_engine_open(e, drafts_are_cheap(o, &with) ? &with : &without, err);
+}
+
 int engine_open(k3_engine **e, const k3_options *o) {
     console *con = o->user;
     k3_error err = {{0}};
     if (!o->headers_only && !o->config_only) ram_say(con, o);
-    int status = k3_engine_open(e, o, &err);
+    int status = engine_open_drafts(e, o, &err);
     console_clear(con);
     if (status < 0) return fail_status(status, &err);
     threads_say(con, *e, o);

@@ -73,6 +73,9 @@ void engine_gpu(const cli_args *a, k3_options *o);
 /* Open with these options, whose `user` is the console. */
 int engine_open(k3_engine **e, const k3_options *o);
 
+/* k3_engine_open; where the budget has no room for rows that drafts need, without them. A k3_status. */
+int engine_open_drafts(k3_engine **e, const k3_options *o, k3_error *err);
+
 /* Open for questions: headers only. Sums are looked at only where has_use_for_sums. `resume` is the file of a check
  * that goes on (k3_options.resume), or NULL. */
 int engine_open_headers(k3_engine **e, const cli_args *a, const char *dir, console *con,

@@ -25,7 +25,11 @@ static void plan_split(const k3_plan *p, const k3_shape *s, uint64_t asked, bool
     uint64_t sum = p->session_bytes + p->snapshot_bytes + p->vector_bytes + p->scratch_bytes +
                    p->resident_bytes + p->ring_bytes + slots_bytes;
     snprintf(cache, sizeof cache, "%llu positions, with their ids", (unsigned long long)p->context);
-    snprintf(scratch, sizeof scratch, "%u positions computed together", (unsigned)p->chunk);
+    if (p->part < p->chunk)
+        snprintf(scratch, sizeof scratch, "passes of %u positions, %u computed together", (unsigned)p->chunk,
+                 (unsigned)p->part);
+    else
+        snprintf(scratch, sizeof scratch, "%u positions computed together", (unsigned)p->chunk);
     int n = snprintf(slots, sizeof slots, "%u of %llu experts, %u for each of %llu layers",
                      (unsigned)p->n_slots, (unsigned long long)expert_count(s), (unsigned)p->quota,
                      (unsigned long long)moe_layers(s));
@@ -79,9 +83,10 @@ static void plan_reads(const k3_plan *p, const k3_shape *s, float disk) {
     double rate[3];
     size_t n_rate = plan_rates(disk, rate);
     puts("");
-    snprintf(note, sizeof note, "of trunk; a chunk of a prompt is at most %u positions",
-             (unsigned)p->chunk);
-    plan_row("a chunk reads", p->streamed_bytes, note);
+    uint32_t n_parts = (p->chunk + p->part - 1) / p->part;
+    snprintf(note, sizeof note, "of trunk; a chunk of a prompt is at most %u positions%s", (unsigned)p->chunk,
+             n_parts > 1 ? ", in parts" : "");
+    plan_row("a chunk reads", p->streamed_bytes * n_parts, note);
     if (is_all)
         snprintf(note, sizeof note, "once each expert was used");
     else

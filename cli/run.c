@@ -262,6 +262,7 @@ static int run_state_keep(run_state *r) {
     k3_error err = {{0}};
     char size[32];
     int status = 0;
+    timeline_settle(&r->line);
     run_cache_store(r);
     if (!a->save) return DONE;
     k3_session_trace(s, NULL, NULL); /* what follows is not the run's */
@@ -321,6 +322,7 @@ static int run_open(run_state *r) {
     engine_gpu(a, &o);
     o.context = context;
     o.caller_bytes = run_bytes(r, context);
+    o.revocable = drafts_revocable(args_draft(a));
     rc = engine_open(&r->e, &o);
     r->load_ns = clock_ns() - start;
     if (rc == DONE) rc = timeline_open(&r->line, r->e, a);
@@ -397,7 +399,7 @@ static int run_step(run_state *r, uint32_t id) {
     k3_error err = {{0}};
     uint64_t start = clock_ns();
     console_answer(&r->con, r->said.n, r->a->tokens);
-    int status = timeline_feed(&r->line, &id, 1, &err);
+    int status = timeline_run(&r->line, id, &err);
     console_clear(&r->con);
     r->gen_ns += clock_ns() - start;
     if (status == K3_ECANCEL) return INTERRUPTED;
@@ -432,7 +434,7 @@ static int run_generate(run_state *r) {
             return DONE;
         }
         if (rc != DONE || r->said.n == a->tokens) break;
-        if (k3_session_pos(r->line.s) == k3_session_context(r->line.s)) {
+        if (timeline_pos(&r->line) == k3_session_context(r->line.s)) {
             r->why = "context";
             break;
         }
@@ -448,6 +450,9 @@ static int run_generate(run_state *r) {
 /* Where the bytes came from; read_bytes and all below it without what opening read. */
 static void json_put_disk(json_object *o, const run_state *r) {
     k3_stats st = timeline_stats(&r->line, &r->line.before);
+    json_put_count(o, "passes", r->line.d.passes);
+    json_put_count(o, "drafted", r->line.d.drafted);
+    json_put_count(o, "accepted", r->line.d.accepted);
     json_put_count(o, "ram_bytes", k3_engine_plan(r->e)->ram_bytes);
     json_put_count(o, "peak_bytes", proc_bytes("/proc/self/status", "VmHWM"));
     json_put_count(o, "resident_bytes", st.resident_bytes);

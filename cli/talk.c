@@ -116,7 +116,7 @@ int chat_progress(void *user, const k3_progress *p) {
     return c->is_left ? 1 : c->progress(user, p);
 }
 
-size_t chat_pos(const chat *c) { return (size_t)k3_session_pos(c->s); }
+size_t chat_pos(const chat *c) { return (size_t)drafts_pos(&c->d); }
 
 static int chat_reserve(chat *c, size_t n) {
     if (c->cap - c->n >= n) return DONE;
@@ -444,14 +444,14 @@ static int turn_step(chat *c) {
     uint64_t most = c->most ? c->most : k3_session_context(c->s) - chat_pos(c) + c->n_gen;
     c->con.n_grace = 1; /* a step given up costs the state: the first Ctrl-C lets it end */
     console_answer(&c->con, c->n_gen, most);
-    int status = k3_session_feed(c->s, c->id + chat_pos(c), 1, K3_ROWS_LAST, c->row, &err);
+    int status = drafts_run(&c->d, c->id[chat_pos(c)], c->row, &err);
     console_clear(&c->con);
     c->gen_ns += clock_ns() - start;
     if (status >= 0) {
         c->n_step++;
         return DONE;
     }
-    if (!chat_distrust(c, status)) chat_recover_last(c);
+    if (!chat_distrust(c, status) && k3_session_has_ended(c->s)) chat_recover_last(c);
     return status == K3_ECANCEL && !c->is_left ? INTERRUPTED : complain_status(c, status, &err);
 }
 
@@ -476,12 +476,13 @@ static int turn_generate(chat *c, reply *r) {
         if (is_stop || rc != DONE) break;
         show_reply(c, r);
         if (ferror(stdout)) rc = FAIL_IO;
-        if (rc == DONE && k3_session_pos(c->s) == k3_session_context(c->s)) {
+        if (rc == DONE && chat_pos(c) == k3_session_context(c->s)) {
             c->why = "context";
             break;
         }
         if (rc == DONE) rc = turn_step(c);
     }
+    drafts_settle(&c->d);
     if (rc == INTERRUPTED) {
         c->why = "interrupt";
         rc = DONE;

@@ -4,6 +4,7 @@
 
 #include "cli/args.h"
 #include "cli/console.h"
+#include "cli/drafts.h"
 #include "cli/json.h"
 #include "cli/messages.h"
 #include "cli/xtml.h"
@@ -42,6 +43,7 @@ typedef struct {
     float *row;    /* f32[n_vocab]                                                 */
     void *scratch; /* for k3_sample                                                */
     k3_sampler sampler;
+    drafts d;      /* settled but while a reply is made                            */
     render_state render;    /* of the conversation as it is                           */
     bool own_thinks;        /* what the command line and commands asked for: a whole  */
     const char *own_effort; /* conversation begins with it                         */

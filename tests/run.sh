@@ -31,6 +31,7 @@ compute() {
     run "$BUILD/test_state" demo tests/data $quick
     run "$BUILD/test_pass" demo $quick
     run "$BUILD/test_mla"
+    run "$BUILD/test_draft" demo
     run "$BUILD/test_tier" demo
     run "$BUILD/test_stage" demo
     run "$BUILD/test_vram" demo

@@ -329,8 +329,8 @@ cmp -s share/Kimi-K3/config.json tests/data/k3_config.json && pass "the released
 check "plan --released" 0 "" "$K3" plan -q --released --ram 16G --threads 16 --gflops 40 --disk-rate 7 --context 16384
 row() { sed -n "s/^ *\($1 ids.*\)/\1/p" "$T/out" | tr -s ' '; }
 expect "plan --released: 100 ids" "$(row 100)" "100 ids 1.19 TiB 32 s 3 min"
-expect "plan --released: 1000 ids" "$(row 1000)" "1000 ids 1.40 TiB 5 min 5 min"
-expect "plan --released: 10000 ids" "$(row 10000)" "10000 ids 7.01 TiB 60 min 60 min"
+expect "plan --released: 1000 ids" "$(row 1000)" "1000 ids 1.41 TiB 5 min 5 min"
+expect "plan --released: 10000 ids" "$(row 10000)" "10000 ids 4.21 TiB 60 min 60 min"
 expect "plan --released: chat" "$(row 88)" "88 ids 1.14 TiB 28 s 3 min chat's own, by the released tokenizer"
 grep -q "40 GFLOP/s each, as given" "$T/out" && pass "plan says what it computes with" || fail "plan says what it computes with" "no"
 "$K3" plan -q --released --ram 16G >"$T/out"
