@@ -2,8 +2,8 @@
 # test_couplings.sh - constants that depend on each other: a wrong value does not compile.
 #
 # Each case changes one constant in a copy of the sources and compiles one file; the compiler must refuse it
-# and name the rule (STATIC_ASSERT of k3_common.h). Without the rules some of these values give other bits
-# from run to run, and nothing says so.
+# and name the rule (STATIC_ASSERT of k3_common.h). Without the rules some of these values would change the
+# bits from run to run without any error.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 : "${CC:=cc}"
@@ -12,11 +12,11 @@ trap 'rm -rf "$T"' EXIT
 cp ./*.c ./*.h "$T" && mkdir "$T/cli" && cp cli/*.h "$T/cli" || exit 1
 passed=0 failed=0
 
-compiles() { # file: its messages go to $T/said
+compiles() { # FILE [FLAGS]: the compiler's messages go to $T/said
     (cd "$T" && $CC -std=c99 -D_GNU_SOURCE -I. -fsyntax-only ${2:-} "$1") >"$T/said" 2>&1
 }
 
-# wrong FILE CONSTANT VALUE COMPILED RULE
+# wrong FILE CONSTANT VALUE COMPILED RULE [FLAGS]: with CONSTANT set to VALUE in FILE, COMPILED must break RULE
 wrong() {
     cp "$1" "$T/saved"
     sed -E "s/^(#define $2 +).*/\\1$3/" "$1" >"$T/$1"

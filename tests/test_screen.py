@@ -90,7 +90,7 @@ class Program:
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self, until=None, seconds=60):
-        """Until the text is there, or the end."""
+        """Read until the text is there, or the program ends."""
         start, end = len(self.data), time.time() + seconds
         while time.time() < end:
             if until and until in self.data[start:]:
@@ -115,7 +115,7 @@ class Program:
 
 
 def lines_of(data):
-    """What was drawn in place: each piece between an erased row and what follows it."""
+    """The texts that were drawn in place: each one from the erasing of its row to the next erasing."""
     return [piece.split(b"\r")[0].split(b"\033")[0] for piece in data.split(b"\r\033[K")[1:]]
 
 
@@ -159,7 +159,7 @@ def test_slow():
     text = "".join(screen.text())
     check("nothing of the status is left", "answer:" not in text, text)
     p.close()
-    p = Program(argv[:5] + ["40"] + argv[6:], 6, 100)  # too few for a slow one
+    p = Program(argv[:5] + ["40"] + argv[6:], 6, 100)  # 40 tokens: too few for a slow one
     p.read(seconds=20)
     screen = Screen(6, 100)
     screen.feed(p.data)
