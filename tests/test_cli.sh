@@ -674,7 +674,7 @@ assert len(lines) <= 10 * took + 1, (len(lines), took)
 assert not re.match(rb"(prompt|answer)", parts[-1]), parts[-1]
 assert all(b"\n" not in p for p in lines), lines
 PY
-    if limit python3 "$T/terminal.py" "$K3" run --threads 2 --ram "$floor" --no-stop --tokens 200 --ids "$(echo "$long" | cut -d, -f1-600)" >"$T/out" 2>"$T/err"; then
+    if limit python3 "$T/terminal.py" "$K3" run --threads 2 --ram "$floor" --no-stop --tokens 900 --ids "$(echo "$long" | cut -d, -f1-600)" >"$T/out" 2>"$T/err"; then
         pass "progress on a terminal"
     else
         fail "progress on a terminal" "$(tail -1 "$T/err")"
@@ -722,7 +722,7 @@ check "sums cut short" 3 "short.sums.*--write-sums" "$K3" run -q --sums "$T/shor
 check "sums that cannot be written" 1 "/proc/k3.sums.part.*--sums" "$K3" verify -q --write-sums --sums /proc/k3.sums
 rm -rf "$T/model"
 
-for ram in $(seq 48000 250 56000); do # a budget with four slots a layer
+for ram in $(seq 53000 40 58000); do # a budget with four slots a layer
     "$K3" plan -q --chunk 1 --ram $((ram * 1024)) | grep -q ", 4 for each" && break
 done
 check "run --trace" 0 "" "$K3" run -q --trace "$T/trace" --chunk 1 --ram $((ram * 1024)) --no-look-ahead --json --no-stop --tokens 40 "Once upon a time"

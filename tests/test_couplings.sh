@@ -41,7 +41,7 @@ wrong experts.h ROW_TILE 64 experts.c row_tile_is_whole_kernel_rows
 wrong experts.h ROW_TILE 288 k3.c halves_of_row_tile_are_whole_kernel_rows
 wrong experts.h ROW_TILE 192 k3.c streamed_pieces_are_whole_tiles
 wrong k3.c PIECE_ROWS 32 k3.c streamed_pieces_are_whole_tiles
-wrong k3.c MLA_BLOCK 512 k3.c mla_block_is_that_of_numerics_3
+wrong k3_mla.c MLA_BLOCK 512 k3_mla.c mla_block_is_that_of_numerics_3
 wrong k3.c CHUNK_SHORT 1024 k3.c a_planned_chunk_fits_a_request
 wrong k3.c RADIX_BITS 10 k3.c digits_cover_a_key
 wrong k3.c SAMPLE_BINS 131072u k3.c a_bin_fits_its_number
