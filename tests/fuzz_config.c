@@ -6,20 +6,14 @@
 #include "../k3.c"
 
 #include "../k3_model.c"
+#include "fuzz.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-static void must(bool ok, const char *what) {
-    if (ok) return;
-    fprintf(stderr, "fuzz_config: %s\n", what);
-    abort();
-}
 
 static void check_refused(int rc, const k3_error *err) {
     must(rc == K3_EMODEL, "a refusal that is no K3_EMODEL");
     must(strncmp(err->text, "config.json: ", 13) == 0, "a refusal that does not name the file");
-    for (const char *p = err->text; *p; p++)
-        must((unsigned char)*p >= 32 && *p != 127, "a refusal of more than one line");
+    must_be_line(err->text);
 }
 
 static void check_shape(const k3_shape *sh) {

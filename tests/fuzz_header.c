@@ -8,6 +8,7 @@
 #include "../k3.c"
 
 #include "../k3_model.c"
+#include "fuzz.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -18,17 +19,6 @@ static k3_options opt;
 static ledger mem = {.limit = 64u << 20};
 static model m;
 static uint64_t n_notes, n_places;
-
-static void must(bool ok, const char *what) {
-    if (ok) return;
-    fprintf(stderr, "fuzz_header: %s\n", what);
-    abort();
-}
-
-static void must_be_line(const char *s) {
-    must(*s != 0, "a refusal without a reason");
-    for (; *s; s++) must((unsigned char)*s >= 32 && *s != 127, "more than one line");
-}
 
 static void note_check(void *user, const char *line) {
     (void)user;

@@ -7,6 +7,7 @@
  * or in a session of exactly the positions and ids of the file. Includes k3.c; link k3_state.c.
  */
 #include "../k3.c"
+#include "fuzz.h"
 
 #define HEAD_BYTES 256
 
@@ -16,17 +17,6 @@ static k3_engine *e;
 static k3_session *s;
 static int fd;
 static char path[64];
-
-static void must(bool ok, const char *what) {
-    if (ok) return;
-    fprintf(stderr, "fuzz_state: %s\n", what);
-    abort();
-}
-
-static void must_be_line(const char *t) {
-    must(*t != 0, "a refusal without a reason");
-    for (; *t; t++) must((unsigned char)*t >= 32 && *t != 127, "more than one line");
-}
 
 /* Make an engine of one KDA layer with 2 heads of 4, and one MLA layer with rows of 32. */
 static void setup(void) {

@@ -6,15 +6,9 @@
  * tests/corpus/text.
  */
 #include "../k3_text.c"
+#include "fuzz.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-static void must(bool ok, const char *what) {
-    if (!ok) {
-        fprintf(stderr, "fuzz_text: %s\n", what);
-        abort();
-    }
-}
 
 /* In both modes the ids must spell the text, at most one id for each byte. */
 static void check_text(k3_tokenizer *t, const char *s, size_t n) {

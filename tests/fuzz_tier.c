@@ -17,6 +17,7 @@
 #define TIER_SERVER_TEST
 #include "../tier_server.c"
 #include "../tier_client.c"
+#include "fuzz.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -25,12 +26,6 @@ enum { ROOM = 1 << 20, ROWS = 4 };
 static server sv, empty;
 static uint8_t stream[ROOM], block[1 << 22];
 static int64_t sums[TIER_MAX_ROWS * 256];
-
-static void must(bool ok, const char *what) {
-    if (ok) return;
-    fprintf(stderr, "fuzz_tier: %s\n", what);
-    abort();
-}
 
 static void setup(void) {
     is_quiet = true;

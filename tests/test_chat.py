@@ -24,32 +24,15 @@ import tempfile
 import termios
 import time
 
+import checks
+from checks import check, equal, skip
+
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 K3 = os.path.abspath(os.environ.get("K3", os.path.join(TOP, "build/k3")))
 os.chdir(TOP)
 QUICK = "--quick" in sys.argv  # under a sanitizer
 TMP = tempfile.TemporaryDirectory()
-n_passed = n_failed = n_skipped = 0
-
-
-def check(name, ok, why=""):
-    global n_passed, n_failed
-    if ok:
-        n_passed += 1
-    else:
-        n_failed += 1
-        print(f"FAIL {name}: {str(why)[-600:]}")
-    return ok
-
-
-def equal(name, got, want):
-    return check(name, got == want, f"got {got!r}, want {want!r}")
-
-
-def skip(name, why):
-    global n_skipped
-    n_skipped += 1
-    print(f"chat: SKIP {name}: {why}")
+checks.begin("chat")
 
 
 def k3(*args, text=b"", timeout=120):
@@ -1123,8 +1106,7 @@ def test_terminal_stop():
 def main():
     if "--pins" in sys.argv:
         test_pins()
-        print(f"chat: {n_passed} passed, {n_failed} failed, {n_skipped} skipped")
-        return n_failed > 0
+        return checks.finish()
     test_golden_prompts()
     test_pins()
     test_strings()
@@ -1161,8 +1143,7 @@ def main():
             test_terminal_stop()
     else:
         skip("a terminal", "this k3 was built without libedit (scripts/deps.sh build)")
-    print(f"chat: {n_passed} passed, {n_failed} failed, {n_skipped} skipped")
-    return n_failed > 0
+    return checks.finish()
 
 
 sys.exit(main())

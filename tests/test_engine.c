@@ -21,16 +21,13 @@ static long n_mallocs; /* allocations by the engine itself */
 #include <json-c/json.h>
 #undef malloc
 #undef calloc
+#include "greedy.h"
 #include "test.h"
 
 static const char *demo_dir, *scripts_dir, *data_dir;
 static bool is_quick, is_short; /* is_short: --short, for `make test`: less of what is slow */
 
 #define MAX_IDS 1024
-
-typedef struct {
-    uint64_t ids, logits, trace;
-} hashes;
 
 /* ---- Running ---- */
 
@@ -50,31 +47,11 @@ static k3_engine *open_model(const char *dir, const char *kernels, int n_threads
     return e;
 }
 
-static void trace_add(void *user, uint64_t pos, uint32_t il, uint64_t fnv) {
-    (void)pos;
-    (void)il;
-    uint64_t *h = user;
-    *h = k3_fnv1a(*h, &fnv, sizeof fnv);
-}
-
-/* Prompt, then n_gen greedy ids without stopping, on a fresh timeline of `s`. */
 static int generate(k3_session *s, const uint32_t *prompt, size_t n_prompt, size_t n_gen,
                     uint32_t *out, hashes *h) {
-    const k3_shape *sh = k3_engine_shape(s->e);
-    float *row = malloc(sh->vocab_size * sizeof *row);
     k3_error err = {""};
-    *h = (hashes){K3_FNV_BASIS, K3_FNV_BASIS, K3_FNV_BASIS};
-    k3_session_reset(s);
-    k3_session_trace(s, trace_add, &h->trace);
-    int rc = k3_session_feed(s, prompt, n_prompt, K3_ROWS_LAST, row, &err);
-    for (size_t i = 0; rc == 0 && i < n_gen; i++) {
-        out[i] = k3_sample_greedy(row, sh->vocab_size);
-        h->ids = k3_fnv1a(h->ids, &out[i], sizeof out[i]);
-        h->logits = k3_fnv1a(h->logits, row, sh->vocab_size * sizeof *row);
-        if (i + 1 < n_gen) rc = k3_session_feed(s, &out[i], 1, K3_ROWS_LAST, row, &err);
-    }
+    int rc = greedy_run(s, k3_engine_shape(s->e)->vocab_size, prompt, n_prompt, n_gen, out, h, &err);
     if (rc < 0) printf("generate: %s\n", err.text);
-    free(row);
     return rc;
 }
 

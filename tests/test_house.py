@@ -25,6 +25,9 @@ import sys
 import tempfile
 import tokenize
 
+import checks
+from checks import check, equal
+
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MAX_FILE, MAX_FILE_OF = 2500, {"k3.c": 5000}
 MAX_DOOR = 32
@@ -40,17 +43,7 @@ KNOWN = {
 }
 C = (".c", ".h", ".cu", ".cuh")
 SOURCES = C + (".py", ".sh")
-n_passed = n_failed = 0
-
-
-def check(name, ok, why=""):
-    global n_passed, n_failed
-    if ok:
-        n_passed += 1
-    else:
-        n_failed += 1
-        print(f"FAIL {name}: {why}")
-
+checks.begin("house")
 
 # ---- Reading ------------------------------------------------------------------------
 
@@ -359,7 +352,7 @@ def test_measures():
     ]
     for name, changed, wanted in cases:
         got = offences({**ok, **changed})
-        check(f"measures: {name}", got == wanted, f"{got}, not {wanted}")
+        equal(f"measures: {name}", got, wanted)
 
 
 def test_known():
@@ -418,5 +411,4 @@ def test_tree():
 test_measures()
 test_known()
 test_tree()
-print(f"house: {n_passed} passed, {n_failed} failed, 0 skipped")
-sys.exit(n_failed > 0)
+sys.exit(checks.finish())

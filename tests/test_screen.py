@@ -7,16 +7,12 @@
 # what is compared is what a person sees. A token is made slow by stopping the process for a while.
 import fcntl, os, pty, select, signal, struct, sys, termios, time
 
+import checks
+from checks import check
+
 K3 = os.environ.get("K3", "build/k3")
 HELPER = os.path.join(os.path.dirname(os.path.abspath(K3)), "test_screen")
-n_passed = n_failed = 0
-
-
-def check(name, ok, why=""):
-    global n_passed, n_failed
-    n_passed, n_failed = n_passed + bool(ok), n_failed + (not ok)
-    if not ok:
-        print(f"FAILED {name}: {why!r}")
+checks.begin("test_screen")
 
 
 class Screen:
@@ -195,5 +191,4 @@ def test_notes():
 
 for test in (test_width, test_slow, test_dumb, test_notes):
     test()
-print(f"test_screen: {n_passed} passed, {n_failed} failed, 0 skipped")
-sys.exit(n_failed > 0)
+sys.exit(checks.finish())

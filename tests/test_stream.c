@@ -43,6 +43,7 @@ static ssize_t given_random(void *to, size_t n, unsigned flags) {
 #include "../k3_ledger.c"
 #undef getrandom
 #undef mmap
+#include "greedy.h"
 #include "test.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -281,10 +282,6 @@ static ssize_t fake_read(void *user, int fd, void *to, size_t asked, off_t offse
 
 /* ---- Running ---- */
 
-typedef struct {
-    uint64_t ids, logits, trace;
-} hashes;
-
 static const uint32_t PROMPT[] = {343, 336, 327, 444, 1489, 311};
 #define N_GEN 32
 static hashes expected[N_GEN + 1]; /* [n]: after n ids; the last are the published ones */
@@ -327,39 +324,16 @@ static void close_both(k3_engine *e, k3_session *s) {
     k3_engine_close(e);
 }
 
-static void trace_add(void *user, uint64_t pos, uint32_t il, uint64_t fnv) {
-    (void)pos;
-    (void)il;
-    uint64_t *h = user;
-    *h = k3_fnv1a(*h, &fnv, sizeof fnv);
-}
-
 /* Prompt 0 and n_gen greedy ids on a fresh timeline. */
 static int generate(k3_session *s, size_t n_gen, hashes *h, k3_error *err) {
-    static float row[4096];
-    size_t V = k3_engine_shape(s->e)->vocab_size;
-    *h = (hashes){K3_FNV_BASIS, K3_FNV_BASIS, K3_FNV_BASIS};
-    k3_session_reset(s);
-    k3_session_trace(s, trace_add, &h->trace);
-    int rc = k3_session_feed(s, PROMPT, 6, K3_ROWS_LAST, row, err);
-    for (size_t i = 0; rc == 0 && i < n_gen; i++) {
-        uint32_t id = k3_sample_greedy(row, V);
-        h->ids = k3_fnv1a(h->ids, &id, sizeof id);
-        h->logits = k3_fnv1a(h->logits, row, V * sizeof *row);
-        if (i + 1 < n_gen) rc = k3_session_feed(s, &id, 1, K3_ROWS_LAST, row, err);
-    }
-    return rc;
-}
-
-static bool is_same(const hashes *a, const hashes *b) {
-    return a->ids == b->ids && a->logits == b->logits && a->trace == b->trace;
+    return greedy_run(s, k3_engine_shape(s->e)->vocab_size, PROMPT, 6, n_gen, NULL, h, err);
 }
 
 /* Do the first n ids have the right hashes? */
 static bool is_right(k3_session *s, size_t n) {
     hashes h;
     k3_error err = {""};
-    if (generate(s, n, &h, &err) == 0) return is_same(&h, &expected[n]);
+    if (generate(s, n, &h, &err) == 0) return hashes_are_equal(&h, &expected[n]);
     printf("    %s\n", err.text);
     return false;
 }
@@ -383,7 +357,7 @@ static bool find_expected(void) {
     for (size_t n = 1; e && n <= N_GEN; n++)
         if (generate(s, n, &expected[n], &err) < 0) return false;
     if (e) close_both(e, s);
-    return e && is_same(&want, &expected[N_GEN]);
+    return e && hashes_are_equal(&want, &expected[N_GEN]);
 }
 
 static uint64_t find_floor(int chunk, int n_threads) {
