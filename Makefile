@@ -16,7 +16,7 @@ say     = @echo "  $(1)"
 K3_BITS = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errno \
           -fno-trapping-math
 K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
-K3_LIBS = $(K3_CURL) -luring -ljson-c -lzstd -lssl -lcrypto -lpthread -lm
+K3_LIBS = $(K3_CURL) $(K3_HTTP:%=-l%) -luring -ljson-c -lzstd -lssl -lcrypto -lpthread -lm
 
 # libcurl dials far boxes. With CURL=0, and in static programs, the client dials by itself and has neither TLS nor
 # proxies.
@@ -26,6 +26,11 @@ K3_CURL := $(if $(filter 0,$(CURL)),,$(or $(shell pkg-config --libs libcurl 2>/d
 # Line editing in `k3 chat`, where libedit is installed; without it lines are read as they come.
 K3_EDIT := $(shell echo 'int el_init(void); int main(void) { return el_init(); }' | \
              $(CC) $(LDFLAGS) -x c -o /dev/null - -ledit 2>/dev/null && echo edit)
+
+# `k3 serve`, where libmicrohttpd is installed; with SERVE=0, and in static programs, there is none.
+SERVE   ?= $(if $(filter -static,$(LDFLAGS)),0,1)
+K3_HTTP := $(if $(filter 0,$(SERVE)),,$(shell echo 'int MHD_get_version(void); int main(void) { return MHD_get_version(); }' | \
+             $(CC) $(LDFLAGS) -x c -o /dev/null - -lmicrohttpd 2>/dev/null && echo microhttpd))
 
 # The kernel sets of the machine that k3 is built for. Only a set's own file is compiled with its flags.
 K3_TARGET := $(shell $(CC) -dumpmachine 2>/dev/null)
@@ -47,7 +52,7 @@ GPU_LIBS    = -L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt
 GPU_OBJECTS = $(BUILD)/gpu_tier.o $(BUILD)/gpu_bench.o
 
 ALL_CFLAGS = -I. $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_SAN) $(K3_SETS:%=-DK3_HAVE_%) -MMD -MP
-ALL_CFLAGS += $(if $(K3_CURL),-DK3_CURL)
+ALL_CFLAGS += $(if $(K3_CURL),-DK3_CURL) $(if $(K3_HTTP),-DK3_HTTP)
 # Where k3 looks for the bundled model, in the source tree and installed; and the commit it was built from
 # (COMMIT= for a source tree that is no git checkout).
 COMMIT     ?= $(shell test -e .git && git describe --always --dirty --abbrev=12 --exclude '*' 2>/dev/null)
@@ -61,7 +66,7 @@ ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 CHAT     = json xtml messages talk show chat_commands edit chat
 CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options args inputs generate drafts screen place gpu \
              run bench bench_kernels replay reader hop where verify resume plan forecast info tokenize cache \
-             slice $(CHAT) calls complete)
+             slice $(CHAT) calls complete $(if $(K3_HTTP),http serve))
 CLI     += $(BUILD)/draft_ngram.o $(BUILD)/draft_gate.o
 CLI_MAIN = $(patsubst %,$(BUILD)/cli/%.o,main help manual)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD)/test_engine $(BUILD)/test_model \

@@ -28,7 +28,8 @@ const char *const GROUP_TITLE[N_GROUP] = {
     "Output",                         /* G_OUTPUT  */
     "Model and machine",              /* G_MODEL   */
     "Disk, where weights do not fit", /* G_DISK   */
-    "Far boxes (k3-tier)"             /* G_TIER    */
+    "Far boxes (k3-tier)",            /* G_TIER    */
+    "Serving"                         /* G_SERVE   */
 };
 
 static const option_row OPTION[] = {
@@ -49,13 +50,13 @@ static const option_row OPTION[] = {
 
     {"--tokens", "N", KIND_COUNT, AT(tokens), RUN, G_TEXT, "256", 0, 1u << 31,
      "most ids to generate; 0 runs the prompt and says nothing"},
-    {"--effort", "low|medium|high|max|none", KIND_CHOICE, AT(chat.effort), CHAT, G_TEXT, "max", 0,
+    {"--effort", "low|medium|high|max|none", KIND_CHOICE, AT(chat.effort), CHAT | SERVE, G_TEXT, "max", 0,
      0,
      "how much to think; none\n"
      "leaves the message that says so away"},
-    {"--no-think", NULL, KIND_FLAG, AT(chat.no_think), CHAT, G_TEXT, NULL, 0, 0,
+    {"--no-think", NULL, KIND_FLAG, AT(chat.no_think), CHAT | SERVE, G_TEXT, NULL, 0, 0,
      "answer at once, without a thinking channel"},
-    {"--tokens", "N", KIND_COUNT, AT(tokens), CHAT, G_TEXT, "0", 0, 1u << 31,
+    {"--tokens", "N", KIND_COUNT, AT(tokens), CHAT | SERVE, G_TEXT, "0", 0, 1u << 31,
      "most ids of one reply, thinking included; 0: as many as the context\n"
      "holds"},
     {"--undo", "N", KIND_COUNT, AT(chat.undo), CHAT, G_TEXT, "1", 0, 64,
@@ -68,15 +69,15 @@ static const option_row OPTION[] = {
 
     {"--temperature", "T", KIND_REAL, AT(sampler.temperature), RUN, G_SAMPLE, "0", 0, 100,
      "0 is greedy: always the likeliest id"},
-    {"--temperature", "T", KIND_REAL, AT(sampler.temperature), CHAT, G_SAMPLE, "1", 0, 100,
+    {"--temperature", "T", KIND_REAL, AT(sampler.temperature), CHAT | SERVE, G_SAMPLE, "1", 0, 100,
      "0 is greedy: always the likeliest id"},
-    {"--top-k", "N", KIND_COUNT, AT(sampler.top_k), RUN | CHAT, G_SAMPLE, "0", 0, UINT32_MAX,
+    {"--top-k", "N", KIND_COUNT, AT(sampler.top_k), RUN | CHAT | SERVE, G_SAMPLE, "0", 0, UINT32_MAX,
      "draw among the N likeliest; 0 is off"},
     {"--top-p", "P", KIND_REAL, AT(sampler.top_p), RUN, G_SAMPLE, "1", 0, 1,
      "draw among the likeliest that together hold P; 1 is off"},
-    {"--top-p", "P", KIND_REAL, AT(sampler.top_p), CHAT, G_SAMPLE, "0.95", 0, 1,
+    {"--top-p", "P", KIND_REAL, AT(sampler.top_p), CHAT | SERVE, G_SAMPLE, "0.95", 0, 1,
      "draw among the likeliest that together hold P; 1 is off"},
-    {"--draft", "off|auto|1|2|3|4|5|6|7", KIND_CHOICE, AT(draft), RUN | CHAT, G_SAMPLE, "auto", 0, 0,
+    {"--draft", "off|auto|1|2|3|4|5|6|7", KIND_CHOICE, AT(draft), RUN | CHAT | SERVE, G_SAMPLE, "auto", 0, 0,
      "run ids ahead that repeat what the text said before, several in one pass\n"
      "over the weights; the text stays the same to the last bit. auto: as many as\n"
      "pay by what passes cost here and how often such ids were right; a number:\n"
@@ -94,10 +95,10 @@ static const option_row OPTION[] = {
      "keep the state at the end, every id of the answer included, also the one\n"
      "that ended it, and also when Ctrl-C ends it: the token at work is then\n"
      "finished first; FILE is whole or as it was"},
-    {"--cache", "DIR", KIND_TEXT, AT(cache), RUN | CHAT, G_STATE, NULL, 0, 0,
+    {"--cache", "DIR", KIND_TEXT, AT(cache), RUN | CHAT | SERVE, G_STATE, NULL, 0, 0,
      "keep states of prompts and answers there, and skip what a prompt has in\n"
      "common with one of them; may be shared by any number of processes"},
-    {"--cache-size", "SIZE", KIND_SIZE, AT(cache_size), RUN | CHAT, G_STATE, "20G", 1, 0,
+    {"--cache-size", "SIZE", KIND_SIZE, AT(cache_size), RUN | CHAT | SERVE, G_STATE, "20G", 1, 0,
      "most that --cache keeps; the least recently used go first"},
     {"--cache-size", "SIZE", KIND_SIZE, AT(cache_size), CACHE, G_STATE, "0", 0, 0,
      "what `rm` leaves: the most recently used, no more than this"},
@@ -199,99 +200,107 @@ static const option_row OPTION[] = {
      "and weights; for `k3 bench --replay`"},
     {"-q", NULL, KIND_FLAG, AT(quiet), ANY, G_OUTPUT, NULL, 0, 0,
      "no notes, no statistics; errors still speak"},
-    {"-v", NULL, KIND_FLAG, AT(verbose), RUN | CHAT, G_OUTPUT, NULL, 0, 0,
+    {"-v", NULL, KIND_FLAG, AT(verbose), RUN | CHAT | SERVE, G_OUTPUT, NULL, 0, 0,
      "say more: settings, memory, experts read"},
 
     {"--model", "DIR", KIND_TEXT, AT(engine.model_dir), ANY & ~CACHE, G_MODEL, NULL, 0, 0,
      "a model directory as downloaded (default: K3_MODEL of the environment, else\n"
      "the small bundled model)"},
-    {"--context", "N", KIND_COUNT, AT(engine.context), RUN | CHAT | BENCH | PLAN | INFO, G_MODEL,
+    {"--context", "N", KIND_COUNT, AT(engine.context), RUN | CHAT | SERVE | BENCH | PLAN | INFO, G_MODEL,
      NULL, 1, MAX_CONTEXT,
      "positions to hold, prompt and answer together (default: 4096, or the\n"
      "model's maximum if that is smaller; what it needs, for bench and for a\n"
      "longer prompt)"},
-    {"--ram", "SIZE", KIND_SIZE, AT(engine.ram_bytes), RUN | CHAT | BENCH | VERIFY | PLAN, G_MODEL,
+    {"--ram", "SIZE", KIND_SIZE, AT(engine.ram_bytes), RUN | CHAT | SERVE | BENCH | VERIFY | PLAN, G_MODEL,
      NULL, 1, 0,
      "bound for the whole process: 8G, 512M, 1.5GiB; without a unit, bytes;\n"
      "`k3 plan` shows what it buys (default: what is free, less 1/16)"},
-    {"--threads", "N", KIND_COUNT, AT(engine.n_threads), RUN | CHAT | BENCH | VERIFY | PLAN,
+    {"--threads", "N", KIND_COUNT, AT(engine.n_threads), RUN | CHAT | SERVE | BENCH | VERIFY | PLAN,
      G_MODEL, "0", 0, 1024, "0 is one for each core this process may use, within its CPU quota"},
-    {"--chunk", "N", KIND_COUNT, AT(engine.chunk), RUN | CHAT | BENCH | PLAN, G_MODEL, "0", 0, 4096,
+    {"--chunk", "N", KIND_COUNT, AT(engine.chunk), RUN | CHAT | SERVE | BENCH | PLAN, G_MODEL, "0", 0, 4096,
      "most prompt positions computed together; 0 is 512, more where the trunk or\n"
      "experts are streamed and memory allows (up to 4096), or less where\n"
      "memory is scarce"},
-    {"--kernels", "NAME", KIND_TEXT, AT(engine.kernels), RUN | CHAT | BENCH | VERIFY, G_MODEL, NULL,
+    {"--kernels", "NAME", KIND_TEXT, AT(engine.kernels), RUN | CHAT | SERVE | BENCH | VERIFY, G_MODEL, NULL,
      0, 0,
      "ref, avx2, avx512 or neon: same bits, other speed (default: the best\n"
      "this CPU has; `k3 info` lists them)"},
-    {"--lora-eps", "X", KIND_REAL, AT(engine.eps_lora), RUN | CHAT | BENCH, G_MODEL, "1e-6", 0, 1,
+    {"--lora-eps", "X", KIND_REAL, AT(engine.eps_lora), RUN | CHAT | SERVE | BENCH, G_MODEL, "1e-6", 0, 1,
      "epsilon of the two low-rank norms of attention; other engines and the\n"
      "published logits use 1e-5"},
 
-    {"--mirror", "DIR", KIND_DIRS, AT(mirror), RUN | CHAT | BENCH | VERIFY | SLICE | STAGE, G_DISK,
+    {"--mirror", "DIR", KIND_DIRS, AT(mirror), RUN | CHAT | SERVE | BENCH | VERIFY | SLICE | STAGE, G_DISK,
      NULL, 0, K3_MAX_COPIES - 1,
      "copies of some or all shards, on another drive, read as well; one that\n"
      "fails is dropped (repeatable)"},
-    {"--io", "auto|pool|uring", KIND_CHOICE, AT(engine.io), RUN | CHAT | BENCH | VERIFY, G_DISK,
+    {"--io", "auto|pool|uring", KIND_CHOICE, AT(engine.io), RUN | CHAT | SERVE | BENCH | VERIFY, G_DISK,
      "auto", 0, 0, "threads in pread, or io_uring; auto: a short probe says"},
-    {"--direct", "auto|on|off", KIND_CHOICE, AT(engine.direct), RUN | CHAT | BENCH | VERIFY, G_DISK,
+    {"--direct", "auto|on|off", KIND_CHOICE, AT(engine.direct), RUN | CHAT | SERVE | BENCH | VERIFY, G_DISK,
      "auto", 0, 0, "past the page cache (O_DIRECT); auto: if a probe says it is faster"},
-    {"--io-depth", "N", KIND_COUNT, AT(engine.io_depth), RUN | CHAT | BENCH | VERIFY, G_DISK, "0",
+    {"--io-depth", "N", KIND_COUNT, AT(engine.io_depth), RUN | CHAT | SERVE | BENCH | VERIFY, G_DISK, "0",
      0, 64, "reads in flight; 0: as the probe says"},
-    {"--policy", "rank|lru", KIND_CHOICE, AT(engine.policy), RUN | CHAT | BENCH, G_DISK, "rank", 0,
+    {"--policy", "rank|lru", KIND_CHOICE, AT(engine.policy), RUN | CHAT | SERVE | BENCH, G_DISK, "rank", 0,
      0, "which expert makes room: least router weight or least recently used"},
-    {"--no-look-ahead", NULL, KIND_FLAG, AT(engine.no_look_ahead), RUN | CHAT | BENCH, G_DISK, NULL,
+    {"--no-look-ahead", NULL, KIND_FLAG, AT(engine.no_look_ahead), RUN | CHAT | SERVE | BENCH, G_DISK, NULL,
      0, 0, "do not read the next layer's likely experts"},
-    {"--pins", "FILE", KIND_READ, AT(engine.pins), RUN | CHAT | BENCH | PLAN, G_DISK, NULL, 0, 0,
+    {"--pins", "FILE", KIND_READ, AT(engine.pins), RUN | CHAT | SERVE | BENCH | PLAN, G_DISK, NULL, 0, 0,
      "experts to read at the start and keep, `layer expert` a line, the most\n"
      "wanted first"},
     {"--pins", "FILE", KIND_READ, AT(engine.pins), SLICE | STAGE, G_DISK, NULL, 0, 0,
      "which experts, `layer expert` a line, the hottest first: `k3 run --trace T`\n"
      "and `k3 bench --replay T --write-pins FILE` make it (stage, default: all)"},
     {"--sums", "FILE", KIND_READ, AT(engine.sums),
-     RUN | CHAT | BENCH | VERIFY | PLAN | SLICE | STAGE, G_DISK, NULL, 0, 0,
+     RUN | CHAT | SERVE | BENCH | VERIFY | PLAN | SLICE | STAGE, G_DISK, NULL, 0, 0,
      "checksums made by `k3 verify --write-sums` (default: k3.sums in the\n"
      "model directory, if it is there)"},
     {"--no-check", NULL, KIND_FLAG, AT(engine.no_check),
-     RUN | CHAT | BENCH | VERIFY | PLAN | SLICE | STAGE, G_DISK, NULL, 0, 0,
+     RUN | CHAT | SERVE | BENCH | VERIFY | PLAN | SLICE | STAGE, G_DISK, NULL, 0, 0,
      "do not compare what is read with checksums"},
 
-    {"--tier", "ADDR", KIND_BOXES, AT(tier), RUN | CHAT | BENCH, G_TIER, NULL, 0, MAX_TIER,
+    {"--tier", "ADDR", KIND_BOXES, AT(tier), RUN | CHAT | SERVE | BENCH, G_TIER, NULL, 0, MAX_TIER,
      "a box that holds experts in memory: HOST:PORT, [V6]:PORT, tls:HOST:PORT\n"
      "or unix:PATH; asked for what would be read from disk here (repeatable)"},
-    {"--gpu", NULL, KIND_FLAG, AT(gpu), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
+    {"--gpu", NULL, KIND_FLAG, AT(gpu), RUN | CHAT | SERVE | BENCH, G_TIER, NULL, 0, 0,
      "a box of our own: a k3-tier on this machine that holds experts in the\n"
      "GPU's memory (`make gpu`), started or joined; it takes 2 GiB of RAM\n"
      "beside --ram, serves others of yours too and ends ten minutes after them;\n"
      "the k3-tier beside k3, or in PATH, unless K3_TIER names another"},
-    {"--psk-file", "FILE", KIND_READ, AT(engine.tier_key), RUN | CHAT | BENCH | STAGE, G_TIER, NULL,
+    {"--psk-file", "FILE", KIND_READ, AT(engine.tier_key), RUN | CHAT | SERVE | BENCH | STAGE, G_TIER, NULL,
      0, 0,
      "the key that boxes ask for, and must themselves know, 32 random bytes or\n"
      "more: (umask 077; openssl rand -base64 32 >FILE); with stage the key of a\n"
      "box's --stage-psk-file"},
-    {"--tier-ca", "FILE", KIND_READ, AT(engine.tier_ca), RUN | CHAT | BENCH | STAGE, G_TIER, NULL,
+    {"--tier-ca", "FILE", KIND_READ, AT(engine.tier_ca), RUN | CHAT | SERVE | BENCH | STAGE, G_TIER, NULL,
      0, 0,
      "trust tls: boxes whose certificate this one signed, or is (default: the\n"
      "system's authorities)"},
-    {"--tier-cert", "FILE", KIND_READ, AT(engine.tier_cert), RUN | CHAT | BENCH | STAGE, G_TIER,
+    {"--tier-cert", "FILE", KIND_READ, AT(engine.tier_cert), RUN | CHAT | SERVE | BENCH | STAGE, G_TIER,
      NULL, 0, 0, "our certificate, for tls: boxes that want to know their clients"},
-    {"--tier-key", "FILE", KIND_READ, AT(engine.tier_cert_key), RUN | CHAT | BENCH | STAGE, G_TIER,
+    {"--tier-key", "FILE", KIND_READ, AT(engine.tier_cert_key), RUN | CHAT | SERVE | BENCH | STAGE, G_TIER,
      NULL, 0, 0, "its private key (default: in the same file)"},
-    {"--spin-us", "N", KIND_COUNT, AT(engine.spin_us), RUN | CHAT | BENCH, G_TIER, "50", 0, 1000000,
+    {"--spin-us", "N", KIND_COUNT, AT(engine.spin_us), RUN | CHAT | SERVE | BENCH, G_TIER, "50", 0, 1000000,
      "a wait for a box spins so many microseconds before it sleeps"},
-    {"--tier-wait", "N", KIND_COUNT, AT(engine.tier_wait_us), RUN | CHAT | BENCH, G_TIER, "0", 0,
+    {"--tier-wait", "N", KIND_COUNT, AT(engine.tier_wait_us), RUN | CHAT | SERVE | BENCH, G_TIER, "0", 0,
      60000000,
      "wait at least so many microseconds for an answer; 0: no longer than it\n"
      "would take to read and compute here"},
-    {"--tier-hedge", NULL, KIND_FLAG, AT(engine.tier_hedge), RUN | CHAT | BENCH, G_TIER, NULL, 0, 0,
+    {"--tier-hedge", NULL, KIND_FLAG, AT(engine.tier_hedge), RUN | CHAT | SERVE | BENCH, G_TIER, NULL, 0, 0,
      "a box that takes twice its usual time: ask another that holds the same\n"
      "as well; the first answer counts"},
-    {"--tier-audit", "1/N", KIND_PART, AT(engine.tier_audit), RUN | CHAT | BENCH, G_TIER, NULL, 1,
+    {"--tier-audit", "1/N", KIND_PART, AT(engine.tier_audit), RUN | CHAT | SERVE | BENCH, G_TIER, NULL, 1,
      1u << 30,
      "compute one layer in N here as well; a box whose sums differ is never\n"
      "asked again. With 1/1 no answer is used unseen. Else a lie ends the run\n"
      "with exit 5, unless nothing unseen was used before, and --save and\n"
      "--cache keep nothing that boxes had a part in"},
+
+    {"--listen", "ADDR:PORT", KIND_TEXT, AT(serve.listen), SERVE, G_SERVE, "127.0.0.1:8080", 0, 0,
+     "where to listen; another address than this machine's own needs --api-keys"},
+    {"--api-keys", "FILE", KIND_READ, AT(serve.keys), SERVE, G_SERVE, NULL, 0, 0,
+     "who may ask: a line for each key, a name, a blank and the key; clients send it\n"
+     "as `Authorization: Bearer KEY`. Keys are made as for --psk-file"},
+    {"--queue", "N", KIND_COUNT, AT(serve.queue), SERVE, G_SERVE, "64", 1, 1000,
+     "requests that may wait; more get 503"},
 };
 
 /* `given` has a place for each row. */

@@ -17,7 +17,8 @@ enum {
     CHAT = 128,
     SLICE = 256,
     STAGE = 512,
-    ANY = 1023
+    SERVE = 1024,
+    ANY = 2047
 };
 
 /* The headings of help, in its order. */
@@ -31,6 +32,7 @@ typedef enum {
     G_MODEL,
     G_DISK,
     G_TIER,
+    G_SERVE,
     N_GROUP
 } option_group;
 extern const char *const GROUP_TITLE[N_GROUP];
@@ -79,6 +81,11 @@ typedef struct {
     bool write_sums, anew, golden;
 } verify_args;
 
+typedef struct {
+    const char *listen, *keys; /* ADDR:PORT; a file of `name key` lines, NULL: none */
+    uint64_t queue;            /* requests that may wait                            */
+} serve_args;
+
 /* A field that a command's options do not fill is 0, but in `engine`: there it is k3_options_default's. */
 typedef struct {
     option_words words;
@@ -102,6 +109,7 @@ typedef struct {
     plan_args plan;
     verify_args verify;
     slice_args slice;
+    serve_args serve;
     bool reader, kernels_list;
 } cli_args;
 

@@ -380,7 +380,7 @@ static void chat_say_replies(const chat *c) {
     buf_free(&text);
 }
 
-static int chat_open(chat *c) {
+int chat_open(chat *c) {
     const cli_args *a = c->a;
     k3_error err = {{0}};
     int rc = chat_engine(c);
@@ -410,7 +410,7 @@ static int chat_open(chat *c) {
     return rc;
 }
 
-static void chat_close(chat *c) {
+void chat_close(chat *c) {
     if (c->s && c->e) {
         chat_forget(c);
         k3_cache_close(c->cache);
@@ -426,7 +426,7 @@ static void chat_close(chat *c) {
     free(c->scratch);
 }
 
-static void chat_settings(chat *c, const cli_args *a) {
+void chat_settings(chat *c, const cli_args *a) {
     const char *terminal = getenv("TERM");
     c->a = a;
     c->render = (render_state){.thinks = !a->chat.no_think, .effort = EFFORT[a->chat.effort]};

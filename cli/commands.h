@@ -13,6 +13,9 @@
 
 int cmd_run(const cli_args *a);
 int cmd_chat(const cli_args *a);
+#ifdef K3_HTTP
+int cmd_serve(const cli_args *a);
+#endif
 int cmd_tokenize(const cli_args *a);
 int cmd_bench(const cli_args *a);
 int cmd_verify(const cli_args *a);

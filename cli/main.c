@@ -46,6 +46,17 @@ static const cli_command COMMAND[] = {
      "  echo \"What is the capital of France?\" | k3 chat --temperature 0\n"
      "  echo '{\"role\":\"user\",\"content\":\"Hello!\"}' | k3 chat --json\n"
      "  k3 chat --render conversation.json\n"},
+#ifdef K3_HTTP
+    {"serve", SERVE, TASK_TEXT, NULL, cmd_serve, "an HTTP server that OpenAI's clients can use",
+     "k3 serve [options]",
+     "Answers /v1/chat/completions, streamed or not, /v1/models, /tokenize, /detokenize, /health,\n"
+     "/props and /metrics. Requests wait in a queue and are answered one after another; a conversation\n"
+     "that goes on is not read again. While a client waits it gets a comment every five seconds.\n"
+     "Listens on this machine only, unless --api-keys is given. docs/SERVER.md has the rest.\n",
+     "  k3 serve\n"
+     "  k3 serve --model /data/Kimi-K3 --ram 64G --context 32768 --cache /data/k3-cache\n"
+     "  curl -N http://127.0.0.1:8080/v1/chat/completions -d '{\"messages\":[{\"role\":\"user\",\"content\":\"Hello!\"}]}'\n"},
+#endif
     {"tokenize", TOKENIZE, TASK_TEXT, "TEXT", cmd_tokenize, "text to ids and back",
      "k3 tokenize [options] TEXT | -",
      "One line for each id: the id, a tab, its bytes, escaped as in C where they are not\n"

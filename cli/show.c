@@ -80,12 +80,32 @@ static void show_call_deltas(reply *r) {
     }
 }
 
+typedef struct {
+    const char *p;
+    size_t n;
+} part;
+
+static void show_sink(chat *c, reply *r, part think, part answer) {
+    json_object *call;
+    bool goes_on = think.n == 0 || c->sink->text(c->sink_user, true, think.p, think.n);
+    if (answer.n) goes_on = c->sink->text(c->sink_user, false, answer.p, answer.n) && goes_on;
+    while ((call = calls_delta(&r->call)) != NULL) {
+        c->sink->call(c->sink_user, call);
+        json_object_put(call);
+    }
+    if (!goes_on) c->is_enough = true;
+}
+
 void show_reply(chat *c, reply *r) {
     const char *think = buf_text(&r->think) + c->n_think_out;
     const char *answer = buf_text(&r->answer) + c->n_answer_out;
     size_t n_think = r->think.n - c->n_think_out, n_answer = r->answer.n - c->n_answer_out;
     c->n_think_out = r->think.n;
     c->n_answer_out = r->answer.n;
+    if (c->sink) {
+        show_sink(c, r, (part){think, n_think}, (part){answer, n_answer});
+        return;
+    }
     if (c->a->json) {
         if (c->streams) show_delta("reasoning_content", think, n_think);
         if (c->streams) show_delta("content", answer, n_answer);
@@ -154,7 +174,9 @@ void tell_rates(chat *c) {
 int show_end(chat *c, reply *r) {
     int rc = DONE;
     show_reply(c, r);
-    if (c->a->json) {
+    if (c->sink) {
+        c->sink->end(c->sink_user, c->why, r->call.finished);
+    } else if (c->a->json) {
         rc = show_json(c, r);
     } else {
         show_calls(c, r);

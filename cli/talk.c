@@ -111,7 +111,7 @@ int chat_progress(void *user, const k3_progress *p) {
     uint64_t now = clock_ns();
     if (p->phase == K3_PHASE_COMPUTE && now - c->looked_ns > LOOK_NS) {
         c->looked_ns = now;
-        c->is_left = out_is_left();
+        c->is_left = c->sink ? c->sink->is_left(c->sink_user) : out_is_left();
     }
     return c->is_left ? 1 : c->progress(user, p);
 }
@@ -476,6 +476,10 @@ static int turn_generate(chat *c, reply *r) {
         if (is_stop || rc != DONE) break;
         show_reply(c, r);
         if (ferror(stdout)) rc = FAIL_IO;
+        if (c->is_enough) {
+            c->why = "stop";
+            break;
+        }
         if (rc == DONE && chat_pos(c) == k3_session_context(c->s)) {
             c->why = "context";
             break;
@@ -526,7 +530,7 @@ static void turn_begin(chat *c, bool is_whole) {
     c->why = "";
     c->n_gen = c->n_step = c->n_cached = c->n_said = c->gen_ns = c->n_prompt = c->prompt_ns = 0;
     c->is_whole = is_whole;
-    c->has_row = false;
+    c->has_row = c->is_enough = false;
 }
 
 int chat_turn(chat *c, json_object *messages) {

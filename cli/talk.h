@@ -7,6 +7,7 @@
 #include "cli/drafts.h"
 #include "cli/json.h"
 #include "cli/messages.h"
+#include "cli/sink.h"
 #include "cli/xtml.h"
 #include "k3.h"
 
@@ -74,6 +75,9 @@ typedef struct {
     bool is_left;       /* nobody reads stdout any more                            */
     bool has_told_silent; /* that no far box was of use                            */
     int (*progress)(void *user, const k3_progress *p);
+    const reply_sink *sink; /* who gets the reply; NULL: stdout                       */
+    void *sink_user;
+    bool is_enough;         /* the sink has all that it wants                         */
     buf told;  /* what a command said, for --json                                   */
     int worst; /* exit code of the first turn that failed                           */
     enum { SHOW_NOTHING, SHOW_THINK, SHOW_ANSWER } shown;
@@ -132,5 +136,14 @@ int chat_turn(chat *c, json_object *messages);
  * it a reply was shown, or all is as before. Its ids follow from the request, the command line and
  * the commands given, and from no request before. */
 int chat_whole(chat *c, json_object *messages, json_object *request);
+
+/* ---- The command's frame, for those that bring their own loop ---- */
+
+/* What the command line asked for, into a chat that is all zeros. */
+void chat_settings(chat *c, const cli_args *a);
+
+/* Engine, session, cache, drafts; c->dir, t and marks are there. Returns an exit code whose reason is said. */
+int chat_open(chat *c);
+void chat_close(chat *c);
 
 #endif

@@ -14,7 +14,7 @@ want=""
 for set in "${@:-build}"; do
     case $set in
     build) want="$want gcc make libc6-dev libjson-c-dev liburing-dev
-           libxxhash-dev libedit-dev libzstd-dev libssl-dev libcurl4-openssl-dev" ;;
+           libxxhash-dev libedit-dev libzstd-dev libssl-dev libcurl4-openssl-dev libmicrohttpd-dev" ;;
     test) want="$want python3 python3-numpy zstd openssl iproute2 nftables pkgconf groff-base" ;;
     ci) want="$want clang @libclang-rt gcc-aarch64-linux-gnu qemu-user
               libc6-dev-arm64-cross libjson-c-dev:arm64 liburing-dev:arm64

@@ -53,6 +53,7 @@ programs() {
     fi
     [ -n "$quick" ] || run tests/test_docs.py
     [ -n "$quick" ] || run tests/test_house.py
+    ! command -v python3 >/dev/null || run python3 tests/test_serve.py
     run tests/test_cache.sh $quick
     run tests/test_tier.sh demo
     run tests/test_slice.sh demo
