@@ -830,7 +830,7 @@ static void test_sums_on_disk(void) {
     for (size_t i = 0; i < sizeof which / sizeof *which; i++) {
         k3_error err = {""};
         k3_engine *e;
-        uint8_t byte;
+        uint8_t byte = 0;
         char path[256];
         begin("sums of damaged files");
         e = open_headers(mirror_all, sums_file, NULL);
