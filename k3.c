@@ -4100,6 +4100,8 @@ void k3_state_resume(k3_session *s, uint64_t n_pos, bool is_unverified) {
 bool k3_state_is_unverified(const k3_session *s) { return s->is_unverified; }
 bool k3_state_has_audits(const k3_engine *e) { return e->opt.tier_audit > 0; }
 
+void k3_state_set_pos(k3_session *s, uint64_t pos) { s->pos = pos; }
+
 void k3_state_settle(k3_session *s) {
     pthread_mutex_lock(&s->e->step);
     uint64_t fp = fp_save();

@@ -97,6 +97,11 @@ int64_t k3_cache_restore(k3_cache *c, k3_session *s, const uint32_t *ids, size_t
  * Errors  K3_EUSAGE (the session ended with an error), K3_EIO: the session is unharmed */
 int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err);
 
+/* The same for the state at `pos`, before the last rows, which the session keeps. pos is k3_session_least() of a session
+ * whose last pass was revocable: so a prompt is run whole, and kept without its last id.
+ * Errors  K3_EUSAGE: another position */
+int k3_cache_store_at(k3_cache *c, k3_session *s, uint64_t pos, k3_error *err);
+
 /* Whether there is now an entry of exactly these ids: one kept before may have been evicted. */
 bool k3_cache_has(const k3_cache *c, const uint32_t *ids, size_t n);
 void k3_cache_get_stats(const k3_cache *c, k3_cache_stats *out);

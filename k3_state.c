@@ -1610,3 +1610,14 @@ int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err) {
     c->stats.stored += is_kept;
     return is_kept ? cache_evict(c->dir, c->max_bytes, key, &c->stats.evicted, &gone, err) : rc;
 }
+
+int k3_cache_store_at(k3_cache *c, k3_session *s, uint64_t pos, k3_error *err) {
+    uint64_t now = k3_session_pos(s);
+    if (pos > now || (pos < now && pos != k3_session_least(s)))
+        return fail(err, K3_EUSAGE, "a state at position %llu cannot be kept: the session is at %llu, and can go back to %llu",
+                    (unsigned long long)pos, (unsigned long long)now, (unsigned long long)k3_session_least(s));
+    k3_state_set_pos(s, pos);
+    int rc = k3_cache_store(c, s, err);
+    k3_state_set_pos(s, now);
+    return rc;
+}

@@ -31,6 +31,9 @@ uint32_t *k3_state_ids(k3_session *s); /* u32[context] */
 /* The caller has filled arrays and ids for n_pos positions: the session goes on from there. */
 void k3_state_resume(k3_session *s, uint64_t n_pos, bool is_unverified);
 
+/* Set the session's position to `pos`, unchecked; for k3_cache_store_at. */
+void k3_state_set_pos(k3_session *s, uint64_t pos);
+
 /* Make rows that could be taken back part of the state, so that it can be read. */
 void k3_state_settle(k3_session *s);
 

@@ -55,6 +55,14 @@ int timeline_feed(timeline *t, const uint32_t *ids, size_t n, k3_error *err) {
     return status;
 }
 
+int timeline_feed_ahead(timeline *t, const uint32_t *ids, size_t n, k3_error *err) {
+    k3_feed f = {.session = t->s, .ids = ids, .n = n, .rows = K3_ROWS_LAST, .logits = t->row, .revocable = 1};
+    timeline_settle(t);
+    int status = k3_feed_all(k3_session_engine(t->s), &f, 1, err);
+    if (status >= 0) timeline_hash_row(t);
+    return status;
+}
+
 int timeline_run(timeline *t, uint32_t id, k3_error *err) {
     int status = drafts_run(&t->d, id, t->row, err);
     if (status >= 0) timeline_hash_row(t);

@@ -38,6 +38,9 @@ void timeline_settle(timeline *t);
 /* Back to position 0, as new. */
 void timeline_reset(timeline *t);
 
+/* timeline_feed with the last row revocable, so that the state before it can be kept (k3_cache_store_at). */
+int timeline_feed_ahead(timeline *t, const uint32_t *ids, size_t n, k3_error *err);
+
 /* Count t->row into logits_fnv. */
 void timeline_hash_row(timeline *t);
 

@@ -242,16 +242,23 @@ static bool run_is_worth(const run_state *r, size_t n, double seconds) {
     return is_worth;
 }
 
-/* Run the prompt but for its last id and keep that: the same prompt again then runs one id. */
+/* Run the prompt and keep all of it but its last id: the same prompt again then runs one id. Where no row can be taken
+ * back the last id is a pass of its own. */
 static int run_prompt_ahead(run_state *r, k3_error *err) {
-    size_t n = r->prompt_ids.n - 1 - (size_t)r->n_restored;
-    if (!r->cache || n == 0) return 0;
-    uint64_t start = clock_ns();
-    int status =
-        k3_session_feed(r->line.s, r->prompt_ids.id + r->n_restored, n, K3_ROWS_NONE, NULL, err);
+    const uint32_t *ids = r->prompt_ids.id + r->n_restored;
+    size_t n = r->prompt_ids.n - (size_t)r->n_restored;
+    bool is_kept = r->cache && n > 1, is_one = k3_engine_plan(r->e)->revocable > 0;
+    uint64_t start = clock_ns(), pos = k3_session_pos(r->line.s) + n - 1;
+    if (!is_kept) return timeline_feed(&r->line, ids, n, err);
+    int status = is_one ? timeline_feed_ahead(&r->line, ids, n, err)
+                        : k3_session_feed(r->line.s, ids, n - 1, K3_ROWS_NONE, NULL, err);
     if (status < 0) return status;
-    if (run_is_worth(r, n, (double)(clock_ns() - start) * 1e-9)) run_cache_store(r);
-    return (int)n;
+    if (run_is_worth(r, n - 1, (double)(clock_ns() - start) * 1e-9)) {
+        k3_error why = {{0}};
+        status = k3_cache_store_at(r->cache, r->line.s, pos, &why);
+        if (status < 0 && !r->a->quiet) say("note: not kept: %s", why.text);
+    }
+    return is_one ? 0 : timeline_feed(&r->line, ids + n - 1, 1, err);
 }
 
 /* The end: the cache gets what was run, --save all that was said. */
@@ -382,10 +389,6 @@ static int run_prompt(run_state *r) {
     } else {
         run_cache_restore(r);
         int status = run_prompt_ahead(r, &err);
-        size_t n_run = (size_t)r->n_restored + (size_t)(status > 0 ? status : 0);
-        if (status >= 0)
-            status =
-                timeline_feed(&r->line, r->prompt_ids.id + n_run, r->prompt_ids.n - n_run, &err);
         console_clear(&r->con);
         if (status < 0) rc = fail_status(status, &err);
     }

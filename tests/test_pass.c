@@ -283,6 +283,29 @@ static void test_cancel(const bench *b) {
 
 /* ---- Cutting back beside snapshots and states ---- */
 
+/* A prompt is run whole, and kept in a cache without its last id, which stays in the session. */
+static void test_kept_before_last(const bench *b) {
+    char dir[] = "/tmp/k3-pass-cache-XXXXXX";
+    k3_error err = {""};
+    k3_cache *c;
+    reset_all(b);
+    if (!CHECK(mkdtemp(dir) && k3_cache_open(&c, b->e, dir, 0, &err) == 0)) return;
+    k3_feed f = {.session = b->s[0], .ids = ids[0], .n = 30, .rows = K3_ROWS_LAST, .logits = row_of(b, 0), .revocable = 1};
+    CHECK_EQ_INT(k3_feed_all(b->e, &f, 1, &err), 0);
+    same_rows(b, 0, 29, 1, row_of(b, 0));
+    CHECK_EQ_INT(k3_cache_store_at(c, b->s[0], 20, &err), K3_EUSAGE);
+    CHECK_EQ_INT(k3_cache_store_at(c, b->s[0], 29, &err), 0);
+    CHECK_EQ_INT(k3_session_pos(b->s[0]), 30);
+    CHECK_EQ_INT(k3_session_feed(b->s[0], ids[0] + 30, 8, K3_ROWS_ALL, row_of(b, 0), &err), 0);
+    same_rows(b, 0, 30, 8, row_of(b, 0));
+    CHECK_EQ_INT(k3_cache_restore(c, b->s[1], ids[0], 40, &err), 29);
+    CHECK_EQ_INT(k3_session_feed(b->s[1], ids[0] + 29, 8, K3_ROWS_ALL, row_of(b, 0), &err), 0);
+    same_rows(b, 0, 29, 8, row_of(b, 0));
+    k3_cache_trim(dir, 0, NULL, &err);
+    k3_cache_close(c);
+    rmdir(dir);
+}
+
 static void test_states(const bench *b) {
     k3_session *s = b->s[0], *to = b->s[1];
     k3_snapshot *snap;
@@ -314,6 +337,7 @@ static void test_states(const bench *b) {
     }
     close(fd);
     unlink(path);
+    test_kept_before_last(b);
 }
 
 /* Wrong calls are refused, and nothing is run. */
