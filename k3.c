@@ -4485,12 +4485,13 @@ static int pass_begin(k3_pass *p, k3_engine *e, k3_feed *feed, size_t n_feeds, k
         total += feed[i].n;
     }
     if (rc < 0) return rc;
+    if (e->far && total > e->far_rows) total = e->far_rows; /* a request to a box has no more */
     p->n_room = rows_find(e, total, &p->at);
     if (p->n_room == 0)
         return fail(err, K3_EUSAGE, "passes at rest take all %llu rows: close one, or plan for more sessions",
                     (unsigned long long)e->scratch->rows.n);
-    p->total = (uint64_t)total * e->sh.n_layers;
     for (size_t i = 0; i < n_feeds; i++) {
+        p->total += (uint64_t)feed[i].n * e->sh.n_layers;
         feed[i].status = 0;
         feed[i].error.text[0] = 0;
         feed[i].session->pass = p;

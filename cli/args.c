@@ -114,6 +114,9 @@ static const option_row OPTION[] = {
     {"--kernels-only", NULL, KIND_FLAG, AT(bench.kernels_only), BENCH, G_MEASURE, NULL, 0, 0,
      "no model: every kernel set at K3's dimensions, against this machine's\n"
      "own read bandwidth and multiply-add peak; --threads is the most tried"},
+    {"--sessions", "N", KIND_COUNT, AT(bench.sessions), BENCH, G_MEASURE, "0", 0, 32,
+     "after the rows: N conversations in one pass for each token, against one\n"
+     "alone, in paired rounds"},
     {"--hop", "ADDR", KIND_BOXES, AT(bench.hop), BENCH, G_MEASURE, NULL, 0, MAX_TIER,
      "no weights loaded: what a request to this k3-tier takes, part by part,\n"
      "and whether its sums are right; exit 5 if not, if a request has no\n"

@@ -60,7 +60,7 @@ typedef struct {
 
 typedef struct {
     const char *prompts, *replay, *write_pins;
-    uint64_t repeats, expect;
+    uint64_t repeats, expect, sessions;
     bool kernels_only;
     text_list hop; /* boxes to measure, with so many requests and for so many seconds: */
     uint64_t requests, sustain;

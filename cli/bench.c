@@ -7,6 +7,7 @@
 #include "cli/commands.h"
 
 #include "cli/args.h"
+#include "cli/bench_sessions.h"
 #include "cli/console.h"
 #include "cli/generate.h"
 #include "cli/inputs.h"
@@ -127,6 +128,7 @@ static int bench_open(bench_state *b) {
         bytes += sizeof(id_list) * 2 + 32 + b->prompt[i].n * 4 * sizeof(uint32_t);
     o.caller_bytes = beyond_allowance(bytes);
     o.revocable = drafts_revocable(args_draft(a));
+    o.sessions = (uint32_t)a->bench.sessions;
     rc = engine_open(&b->e, &o);
     if (rc == DONE && !a->quiet && is_streaming(b->e)) plan_say(b->e);
     return rc == DONE ? timeline_open(&b->line, b->e, a) : rc;
@@ -322,6 +324,8 @@ int cmd_bench(const cli_args *a) {
     if (rc == DONE) rc = bench_open(&b);
     if (rc == DONE) rc = bench_all(&b, &logits_fnv);
     if (rc == DONE && a->engine.is_timed) rc = where_print(&b.where, b.e);
+    if (rc == DONE && a->bench.sessions > 1)
+        rc = bench_sessions(b.e, (size_t)a->bench.sessions, b.prompt, b.n_prompt, a->tokens);
     if (rc == DONE && a->reader) rc = bench_reader_row(&b);
     if (rc == DONE && is_given(a, "--expect") && logits_fnv != a->bench.expect)
         rc = fail(FAIL_CHECK, "--expect: logits_fnv is %016llx, not %016llx",
