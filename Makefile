@@ -18,21 +18,21 @@ K3_BITS = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errn
 K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
 K3_LIBS = $(K3_CURL) $(K3_HTTP:%=-l%) -luring -ljson-c -lzstd -lssl -lcrypto -lpthread -lm
 
-# libcurl dials far boxes. CURL=0, and what is linked statically, does without it, without TLS and
-# proxies on the client's side.
+# libcurl dials far boxes. With CURL=0, and in static programs, the client dials by itself and has neither TLS nor
+# proxies.
 CURL    ?= $(if $(filter -static,$(LDFLAGS)),0,1)
 K3_CURL := $(if $(filter 0,$(CURL)),,$(or $(shell pkg-config --libs libcurl 2>/dev/null),-lcurl))
 
-# Line editing in `k3 chat`, where libedit is there; without it lines are read as they come.
+# Line editing in `k3 chat`, where libedit is installed; without it lines are read as they come.
 K3_EDIT := $(shell echo 'int el_init(void); int main(void) { return el_init(); }' | \
              $(CC) $(LDFLAGS) -x c -o /dev/null - -ledit 2>/dev/null && echo edit)
 
-# `k3 serve`, where libmicrohttpd is there; SERVE=0 and what is linked statically do without.
+# `k3 serve`, where libmicrohttpd is installed; with SERVE=0, and in static programs, there is none.
 SERVE   ?= $(if $(filter -static,$(LDFLAGS)),0,1)
 K3_HTTP := $(if $(filter 0,$(SERVE)),,$(shell echo 'int MHD_get_version(void); int main(void) { return MHD_get_version(); }' | \
              $(CC) $(LDFLAGS) -x c -o /dev/null - -lmicrohttpd 2>/dev/null && echo microhttpd))
 
-# Kernel sets of the machine that will run it, each with its own flags and no other file's.
+# The kernel sets of the machine that k3 is built for. Only a set's own file is compiled with its flags.
 K3_TARGET := $(shell $(CC) -dumpmachine 2>/dev/null)
 K3_SETS   := $(if $(filter x86_64%,$(K3_TARGET)),avx2 avx512,$(if $(filter aarch64%,$(K3_TARGET)),neon))
 K3_FLAGS_avx2   = -mavx2 -mfma
@@ -40,8 +40,7 @@ K3_FLAGS_avx512 = -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma \
                   -mprefer-vector-width=512
 K3_FLAGS_neon   =
 
-# The GPU arm of k3-tier: `make gpu`, and from then on whatever is built in this BUILD; GPU=0 does
-# without.
+# The GPU arm of k3-tier: built by `make gpu`, and by every later make of the same BUILD; GPU=0 leaves it out.
 GPU        ?= $(if $(wildcard $(BUILD)/gpu_tier.o),1)
 K3_GPU     := $(filter-out 0,$(GPU))
 NVCC       ?= $(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc)
@@ -54,8 +53,8 @@ GPU_OBJECTS = $(BUILD)/gpu_tier.o $(BUILD)/gpu_bench.o
 
 ALL_CFLAGS = -I. $(CFLAGS) $(K3_BITS) $(K3_WARN) $(K3_SAN) $(K3_SETS:%=-DK3_HAVE_%) -MMD -MP
 ALL_CFLAGS += $(if $(K3_CURL),-DK3_CURL) $(if $(K3_HTTP),-DK3_HTTP)
-# Where a program that is not installed finds the bundled model, where an installed one does, and which
-# commit it is (COMMIT= for a source tree that is no git checkout).
+# Where k3 looks for the bundled model, in the source tree and installed; and the commit it was built from
+# (COMMIT= for a source tree that is no git checkout).
 COMMIT     ?= $(shell test -e .git && git describe --always --dirty --abbrev=12 --exclude '*' 2>/dev/null)
 PLACE_DIRS := -DK3_SOURCE_DIR='"$(CURDIR)"' -DK3_BUILD_DIR='"$(abspath $(BUILD))"' \
               -DK3_SHARE_DIR='"$(PREFIX)/share/k3"' $(if $(COMMIT),-DK3_COMMIT='"$(COMMIT)"')
@@ -63,7 +62,7 @@ PLACE_DIRS := -DK3_SOURCE_DIR='"$(CURDIR)"' -DK3_BUILD_DIR='"$(abspath $(BUILD))
 KERNELS = $(K3_SETS:%=$(BUILD)/kernels_%.o)
 PARTS   = $(BUILD)/k3_ledger.o $(BUILD)/k3_sums.o $(BUILD)/k3_sample.o $(BUILD)/k3_mla.o $(BUILD)/k3_model.o $(BUILD)/k3_disk.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/k3_machine.o $(BUILD)/tier_client.o $(BUILD)/tier_dial.o $(KERNELS)
 ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
-# The k3 program: what tests link too, and what belongs to its main.
+# The k3 program: CLI is linked into tests too, CLI_MAIN only into k3.
 CHAT     = json xtml messages talk show chat_commands edit chat
 CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options args inputs generate drafts screen place gpu \
              run bench bench_kernels bench_sessions replay reader hop where verify resume plan forecast info tokenize cache \
@@ -82,7 +81,7 @@ REPLAYS = $(BUILD)/replay_text $(BUILD)/replay_config $(BUILD)/replay_header $(B
         uninstall clean help always
 all: $(BUILD)/k3 $(BUILD)/k3-tier
 
-# Without a compiler only these make sense; `make demo` installs one.
+# Without a compiler only these targets work; `make demo` installs one.
 ifeq ($(K3_TARGET),)
 ifneq ($(filter-out demo help clean uninstall,$(or $(MAKECMDGOALS),all)),)
 $(error there is no C compiler "$(CC)" here; `make demo` or `scripts/deps.sh build` installs one on Debian and Ubuntu)
@@ -134,7 +133,7 @@ $(BUILD)/gpu_tier.o: gpu_tier.cu gpu_tier.h kernels.h | $(BUILD)
 	$(Q)$(NVCC) -O3 $(NVCC_BITS) -DK3_HAVE_GPU $(foreach n,$(GPU_ARCHS),-gencode=arch=compute_$(n),code=sm_$(n)) \
 	  -gencode=arch=compute_$(lastword $(GPU_ARCHS)),code=compute_$(lastword $(GPU_ARCHS)) -c -o $@ $<
 
-# The GPU arm's part of the server, with a CPU that plays GPU.
+# The server with its part of the GPU arm, and a CPU that plays the GPU.
 $(BUILD)/k3-tier-fake: tests/fake_gpu.c $(BUILD)/tier_server_gpu.o $(BUILD)/tier_tls.o $(BUILD)/cli/place.o $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -DK3_HAVE_GPU $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_LIBS)
@@ -151,7 +150,7 @@ $(BUILD)/cli/place.o: cli/place.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(PLACE_DIRS) -c -o $@ $<
 
-# Whoever holds an edit_state must see libedit, or must not.
+# struct edit_state differs with libedit, so both files that use it are compiled with the same flag.
 LINES = $(BUILD)/cli/chat.o $(BUILD)/cli/edit.o
 $(LINES): $(BUILD)/cli/%.o: cli/%.c | $(BUILD)
 	$(call say,CC   $<)
@@ -161,7 +160,7 @@ $(BUILD)/%.o: %.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -c -o $@ $<
 
-# Tests that include the file under test; unused statics are then no fault.
+# Tests that include the file under test; static functions that they do not use are no fault.
 $(BUILD)/test_engine: $(BUILD)/%: tests/%.c $(filter-out %/k3_sample.o,$(PARTS))
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
@@ -174,18 +173,18 @@ $(BUILD)/test_pass: tests/test_pass.c $(BUILD)/k3_state.o $(PARTS)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/k3_state.o $(PARTS) $(K3_LIBS)
 
-# k3_ledger.c is included too: its mmap fails when the test says so.
+# It includes k3_ledger.c too, to make its mmap fail.
 $(BUILD)/test_stream: tests/test_stream.c $(filter-out %/k3_ledger.o,$(PARTS))
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
-# k3_model.c is included too; of test_model k3_disk.c, so that its reads fail when the test says so.
+# These include k3_model.c too; test_model also k3_disk.c, to make its reads fail.
 BUT_MODEL = $(filter-out %/k3_model.o,$(PARTS))
 $(BUILD)/test_model: tests/test_model.c $(filter-out %/k3_disk.o %/k3_sums.o,$(BUT_MODEL))
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
 
-# What bounds each test, and what it started; never under a sanitizer.
+# guard bounds each test and ends what the test started. It is never built with a sanitizer.
 $(BUILD)/guard: tests/guard.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) -std=c99 -D_GNU_SOURCE -O1 $(K3_WARN) -o $@ $<
@@ -198,7 +197,7 @@ $(BUILD)/tls_bad: tests/tls_bad.c | $(BUILD)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< -lssl -lcrypto
 
-# tier_server.c is included, the engine linked.
+# These include tier_server.c and link the engine.
 $(BUILD)/test_tier $(BUILD)/test_stage: $(BUILD)/%: tests/%.c tier_server.c $(BUILD)/tier_tls.o $(ENGINE)
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/tier_tls.o $(ENGINE) $(K3_LIBS)
@@ -208,12 +207,12 @@ $(BUILD)/test_vram: tests/test_vram.c tests/fake_gpu.c tier_server.c $(BUILD)/ti
 	$(Q)$(CC) $(ALL_CFLAGS) -DK3_HAVE_GPU -Wno-unused-function $(LDFLAGS) -o $@ $< tests/fake_gpu.c \
 	  $(BUILD)/tier_tls.o $(ENGINE) $(K3_LIBS)
 
-# tier_tls.c is included.
+# It includes tier_tls.c.
 $(BUILD)/test_dial: tests/test_dial.c $(BUILD)/tier_dial.o
 	$(call say,CC   $<)
 	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(BUILD)/tier_dial.o $(K3_LIBS)
 
-# Client and server in one program, so without the client's object.
+# It includes client and server, so the client's object is not linked.
 $(BUILD)/replay_tier: tests/fuzz_tier.c tests/fuzz_replay.c tier_server.c tier_client.c tier_keep.h \
   tier.h slice.h experts.h $(BUILD)/k3.o $(BUILD)/k3_ledger.o $(BUILD)/k3_sums.o $(BUILD)/k3_sample.o $(BUILD)/k3_mla.o $(BUILD)/k3_model.o $(BUILD)/k3_disk.o $(BUILD)/k3_temp.o $(BUILD)/k3_resume.o $(BUILD)/experts.o $(BUILD)/k3_pool.o $(BUILD)/k3_machine.o \
   $(BUILD)/tier_dial.o $(BUILD)/tier_tls.o $(KERNELS)
@@ -269,7 +268,7 @@ $(BUILD)/replay_state: tests/fuzz_state.c tests/fuzz_replay.c $(BUILD)/k3_state.
 $(BUILD):
 	$(Q)mkdir -p $@ $@/cli $@/tier
 
-# The second make looks at this machine again, now that there is a compiler.
+# A second make, because the first one may have run before there was a compiler.
 demo:
 	$(Q)scripts/deps.sh build
 	$(Q)scripts/deps.sh test || echo "make demo: some of what the tests use is missing; those tests are skipped"
@@ -298,7 +297,7 @@ test-big: all $(BUILD)/test_kernels
 	$(BUILD)/test_kernels --big
 	$(Q)BUILD=$(BUILD) tests/test_big.sh
 
-# The sanitizers' builds are slow, so they take the shortened tests.
+# Builds with a sanitizer are slow, so they run the shortened tests.
 asan:
 	$(Q)$(MAKE) --no-print-directory test BUILD=$(BUILD)-asan TEST_ARGS=--quick \
 	  CFLAGS="-O1 -g -fno-omit-frame-pointer" K3_SAN="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
@@ -317,11 +316,11 @@ bench: all
 	$(BUILD)/k3 bench
 	$(BUILD)/k3 bench --kernels-only
 
-# The goldens come from other programs; this only shows whether they still hold.
+# The golden values were made by other programs; this only compares with them.
 golden: $(BUILD)/test_engine
 	$(BUILD)/test_engine demo scripts tests/data
 
-# The engine as a library: what k3.h declares, and what that needs (k3.pc names the rest).
+# The engine as a library: all that k3.h declares, and what it needs (k3.pc names the libraries).
 $(BUILD)/libk3.a: $(ENGINE)
 	$(call say,AR   $@)
 	$(Q)rm -f $@
@@ -340,8 +339,8 @@ uninstall:
 clean:
 	rm -rf $(BUILD) $(BUILD)-asan $(BUILD)-tsan $(BUILD)-neon $(BUILD)-fuzz $(BUILD)-builds $(BUILD)-clang
 
-# What is compiled and linked with other flags than before is made again: each of these files says with
-# which, and is written when that changes.
+# Each of these files holds the flags that some objects or programs are made with. It is written when they change,
+# and what depends on it is then made again.
 SAID_flags = $(CC) $(ALL_CFLAGS)
 SAID_links = $(LDFLAGS) $(K3_LIBS) edit $(K3_EDIT) gpu $(K3_GPU)
 SAID_own   = edit $(K3_EDIT)

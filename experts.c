@@ -25,7 +25,7 @@ const expert_format expert_mxfp4 = {
     mxfp4_matmul,
 };
 
-/* The work of one parallel loop. */
+/* One parallel loop over a batch. */
 typedef struct {
     const expert_batch *b;
     expert_task *const *task;
@@ -54,7 +54,7 @@ static void batch_inner(void *ctx, size_t i, int i_thread) {
     const batch_loop *l = ctx;
     const expert_batch *b = l->b;
     const expert_math *m = &b->math;
-    const expert_task *t = l->task[i % l->n_tasks]; /* tile-major: a slow expert is spread */
+    const expert_task *t = l->task[i % l->n_tasks]; /* neighbouring pieces are of different experts */
     size_t row = i / l->n_tasks * l->tile, rows = tile_rows(row, m->inter, l->tile), n = t->n;
     const float *zp = b->n_rows == 1 ? b->zp : b->zpair + t->at * m->latent;
     float *hp = b->hpair + t->at * m->inter, *g = loop_local(l, i_thread), *u = g + n * rows;
@@ -89,8 +89,8 @@ static void batch_outer(void *ctx, size_t i, int i_thread) {
     }
 }
 
-/* Nanoseconds that one row of n_cols takes one core, for n_pairs rows of z in n_tasks experts: the bytes
- * at 8 GB/s, the arithmetic at 80 GFLOP/s. */
+/* Nanoseconds that one core takes for one output row: n_cols weights of n_tasks experts, times n_pairs
+ * rows of z. Weights come at 8 GB/s, arithmetic is done at 80 GFLOP/s. */
 static uint64_t row_ns(size_t n_cols, size_t n_tasks, size_t n_pairs) {
     return n_cols * (2 * n_tasks + n_pairs) / 32;
 }

@@ -33,13 +33,13 @@ typedef struct {
     const uint8_t *p[N_EXPERT_TENSORS];
 } expert_view;
 
-/* What a batch has to know of a way to store experts. Another format is another one of these. */
+/* One way to store experts, as far as a batch has to know it. Another format is another value of this. */
 typedef struct {
     const char *name;
     const char *tensor[N_EXPERT_TENSORS]; /* names in a checkpoint, after "experts.N." */
     /* Length of each tensor; returns their sum, the bytes of one expert. */
     uint64_t (*lengths)(uint64_t latent, uint64_t inter, uint64_t n[N_EXPERT_TENSORS]);
-    /* y[t][r] = rows [row, row + n_rows) of one matrix with n_cols columns, times xp[t] in the order of dot16.
+    /* y[t][r] = dot16(row `row` + r of one matrix with n_cols columns, x[t]) for r < n_rows.
      * Shapes  y: f32[batch][n_rows]   xp: packed f32[batch][n_cols]   row % K3_GROUP == 0 */
     void (*matmul)(const k3_kernels *k, float *y, const expert_view *x, enum expert_matrix m,
                    size_t row, size_t n_rows, size_t n_cols, const float *xp, size_t batch);
@@ -52,8 +52,8 @@ static inline uint64_t expert_lengths(uint64_t latent, uint64_t inter,
     return expert_mxfp4.lengths(latent, inter, n);
 }
 
-/* Round to nearest, subnormals kept, no traps (NUMERICS 1): every thread that computes, on entry. A
- * few cycles. */
+/* Set this thread's floating-point state to that of NUMERICS 1: round to nearest, subnormals kept, no
+ * traps. Every thread that computes calls it on entry; it takes a few cycles. */
 static inline void fp_default(void) {
 #if defined(__SSE2__)
     _mm_setcsr(0x1f80);
@@ -64,12 +64,12 @@ static inline void fp_default(void) {
 
 /* ---- 2. A batch (K3-SPEC 3.5, NUMERICS 2, 3, 5) -------------------------------------- */
 
-/* Most output rows of one piece of work: three packed groups, and a multiple of the 6 rows that the
- * kernels keep in flight. Where that gives a thread fewer than 8 pieces, pieces are smaller. */
+/* Most output rows of one piece of work: three packed groups, and a multiple of K3_KERNEL_ROWS. Where a
+ * thread would get fewer than 8 pieces of that size, pieces are smaller. */
 #define ROW_TILE 96
 #define TILES_A_THREAD 8
 
-/* Two threads never write one packed group of h, and a piece is whole tiles of every kernel. */
+/* So two threads never write one packed group of h, and a piece is whole tiles of every kernel. */
 STATIC_ASSERT(row_tile_is_whole_groups, ROW_TILE % K3_GROUP == 0);
 STATIC_ASSERT(row_tile_is_whole_kernel_rows, ROW_TILE % K3_KERNEL_ROWS == 0);
 STATIC_ASSERT(each_packed_has_its_scale, N_EXPERT_TENSORS == 6 && W1_SCALE == W1_PACKED + 1 &&
@@ -78,8 +78,8 @@ STATIC_ASSERT(each_packed_has_its_scale, N_EXPERT_TENSORS == 6 && W1_SCALE == W1
 STATIC_ASSERT(matrices_follow_their_tensors, W1_PACKED == 2 * EXPERT_W1 &&
                                                  W3_PACKED == 2 * EXPERT_W3 &&
                                                  W2_PACKED == 2 * EXPERT_W2);
-/* Rows of a piece of n_rows: halves of ROW_TILE that are still whole tiles of the kernels, and no multiple of
- * K3_GROUP; for what comes out and is not packed. */
+/* Rows of a piece of n_rows output rows that are not packed: ROW_TILE halved, as often as needed, to a
+ * multiple of K3_KERNEL_ROWS that need not be one of K3_GROUP. */
 #define LEAST_TILE (2 * K3_KERNEL_ROWS)
 STATIC_ASSERT(halves_of_row_tile_are_whole_kernel_rows,
               ROW_TILE % LEAST_TILE == 0 &&
@@ -108,7 +108,7 @@ typedef struct {
 typedef struct {
     expert_view view;
     uint32_t first, n;
-    uint32_t at;      /* its first pair in zpair and hpair                               */
+    uint32_t at;      /* index of its first pair in zpair, hpair                         */
     uint64_t bad_row; /* out: least output row whose term is out of range; UINT64_MAX: none */
 } expert_task;
 
@@ -135,7 +135,7 @@ typedef struct {
 
 void experts_batch(const expert_batch *b, expert_task *const *task, uint32_t n_tasks);
 
-/* The same for one expert and one row, by the calling thread: Q += q40(w * expert(z)).
+/* expert_one: the same for one expert and one row, by the calling thread: Q += q40(w * expert(z)).
  * Shapes  z: f32[latent]   Q: i64[latent]   scratch: f32[expert_one_floats(m)], 64-aligned
  * Returns false when a term is out of range; Q is then worth nothing */
 size_t expert_one_floats(const expert_math *m);
@@ -144,10 +144,10 @@ bool expert_one(const expert_math *m, const expert_view *x, const float *z, floa
 
 /* ---- 3. Bytes ---------------------------------------------------------------------- */
 
-/* Memory, 4096-aligned, that reading one expert of this model needs. */
+/* Bytes of memory, 4096-aligned, that reading one expert of this model needs. */
 uint64_t k3_expert_room(const k3_engine *e);
 
-/* What an engine keeps of each expert of its model: where its tensors lie. */
+/* Bytes that an engine keeps for each expert of its model: where its tensors lie. */
 uint64_t k3_expert_place_bytes(void);
 
 /* Read expert `ie` of layer `il` into `room` and say where its tensors are. Sums are compared if
@@ -162,31 +162,31 @@ int k3_expert_read(k3_engine *e, uint32_t il, uint32_t ie, uint8_t *room, expert
  * Errors  K3_EIO; K3_EMODEL: a sampled expert is not there */
 int k3_expert_fingerprints(k3_engine *e, k3_fingerprints *out, k3_error *err);
 
-/* Are these the bytes that the engine's sums tell of? 1, they are; 0, others; -1, it has no sums that
- * could tell. */
+/* Compare an expert's bytes with the engine's sums. Returns 1: they match; 0: they differ; -1: the
+ * engine has no sums of this expert. */
 int k3_expert_compare(const k3_engine *e, uint32_t il, uint32_t ie, const expert_view *x);
 
-/* Of an engine that was opened experts_only: is this expert there? Of any other: true. */
+/* Is this expert in the model's directory? true unless the engine was opened experts_only. */
 bool k3_expert_has(const k3_engine *e, uint32_t il, uint32_t ie);
 
 struct slice_expert;
 
-/* From now on compare each expert that is read with its XXH3 in this list of n; what it does not
- * name is not there any more. For engines opened experts_only.
+/* From now on compare each expert that is read with its XXH3 in this list of n. An expert that the list
+ * does not name counts as absent. For engines opened experts_only.
  * Errors  K3_ENOMEM; K3_EMODEL: an expert that is not there, or not in one piece in slot order */
 int k3_expert_use_sums(k3_engine *e, const struct slice_expert *x, uint32_t n, k3_error *err);
 
-/* How a shard with these n experts begins: the length of its header, that, and blanks, so that what
- * follows, six tensors of each expert in slot order, begins at a whole page. malloc'd, *n_head bytes;
- * NULL: no memory. Names are spelled as in e's checkpoint, or with NULL as released. */
+/* Make the first bytes of a shard that holds these n experts: the length of its header, the header, and
+ * blanks up to a whole page, where the six tensors of each expert follow in slot order. Names are
+ * spelled as in e's checkpoint; e NULL: as released. Returns malloc'd bytes, *n_head of them; NULL: no
+ * memory. */
 char *k3_shard_head(const k3_engine *e, uint64_t latent, uint64_t inter, uint64_t fingerprint,
                     const struct slice_expert *x, uint32_t n, size_t *n_head);
 
-/* Visit the experts that a file of pins names, a line each (layer, expert, whatever follows; # begins a
- * comment): each the first time it is named, until `fn` says other than 0. Of the shape only n_layers,
- * n_dense and n_experts count.
- * Returns how many were visited.
- * Errors  K3_EIO, K3_ENOMEM; K3_EUSAGE: a line that names no expert of this model; what fn says < 0 */
+/* Read a file of pins: a line names a layer and an expert, whatever follows; # begins a comment. fn is
+ * called for each expert the first time it is named, until it returns other than 0. Of the shape only
+ * n_layers, n_dense and n_experts count. Returns how many experts fn was called for.
+ * Errors  K3_EIO, K3_ENOMEM; K3_EUSAGE: a line that names no expert of this model; what fn returns < 0 */
 typedef int (*k3_pin_fn)(void *user, uint32_t il, uint32_t ie);
 int64_t k3_pins_visit(const char *path, const k3_shape *sh, k3_pin_fn fn, void *user,
                       k3_error *err);
@@ -197,13 +197,13 @@ int k3_config_read(k3_shape *sh, const char *dir, k3_error *err);
 /* The name of one of an expert's tensors, as this checkpoint spells it. */
 void k3_expert_name(const k3_engine *e, uint32_t il, uint32_t ie, int k, char *out, size_t cap);
 
-/* Whether what is read is compared with sums. */
+/* Are the experts that this engine reads compared with sums? */
 bool k3_engine_has_sums(const k3_engine *e);
 
 const k3_kernels *k3_engine_table(const k3_engine *e);
 
-/* The same without an engine: the named table or the best there is, and how many threads it has;
- * `asked` 0 is one for each core, within the CPU quota.
+/* The table of kernels without an engine: the named one, or the best that this machine has. *n_threads:
+ * how many threads to compute with, `asked`, or where that is 0 one for each core within the CPU quota.
  * Errors  K3_EUSAGE, and NULL: no such table, or a machine that cannot give the bits */
 const k3_kernels *k3_machine_table(const char *name, int asked, int *n_threads, k3_error *err);
 

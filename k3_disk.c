@@ -14,18 +14,19 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-#define IO_AGAIN 10000 /* interruptions of one request; more are an error */
-#define RING_NAP_NS 1000000 /* before a ring that was short of something is asked again */
+#define IO_AGAIN 10000 /* interruptions of one request; one more is an error */
+#define RING_NAP_NS 1000000 /* pause before asking a ring again that lacked memory or slots */
 
 static int io_fd(const disk *d, const io_req *r) {
     const shard *s = &d->shards[r->i_shard];
     int direct = s->fd_direct[r->i_copy];
-    bool is_aligned = r->got % IO_ALIGN == 0; /* behind an odd end the rest is read plainly */
+    bool is_aligned = r->got % IO_ALIGN == 0; /* direct I/O goes on at whole blocks only */
     return d->is_direct && direct >= 0 && is_aligned ? direct : s->fd[r->i_copy];
 }
 
-/* The living copy that should answer first, or -1. Lock held, like in all that follow up to the
- * workers, but for io_advance. */
+/* The copy to ask first, or -1: one in use before one that failed, and of those the one that should
+ * answer soonest. The caller holds d->lock, here and in all functions up to the workers but
+ * io_advance(). */
 static int io_choose_copy(const disk *d, const io_req *r) {
     int best = -1;
     double best_ns = 0;
@@ -62,7 +63,7 @@ static void io_push_first(disk *d, io_req *r, enum io_urgency u) {
     if (!d->last[u]) d->last[u] = r;
 }
 
-/* Take a queued request out of its queue. */
+/* Take a request out of the queue. */
 static void io_unlink(disk *d, io_req *r) {
     io_req **at = &d->first[r->urgency], *before = NULL;
     while (*at != r) {
@@ -81,7 +82,8 @@ static void io_finish(disk *d, io_req *r, enum io_state state) {
     pthread_cond_broadcast(&d->done);
 }
 
-/* The most urgent request, begun; NULL when there is none or the depth is reached. */
+/* Take the most urgent request out of the queue and mark it as begun. NULL: none is queued, or `depth`
+ * reads are running. */
 static io_req *io_pop(disk *d) {
     for (int u = 0; u < N_URGENCIES && d->n_busy < d->depth;) {
         io_req *r = d->first[u];
@@ -108,8 +110,8 @@ static io_req *io_pop(disk *d) {
     return NULL;
 }
 
-/* Give a request that failed twice to another copy; false when none is left. A lone copy is never
- * given up: the next request may fare better. */
+/* Give a request that failed twice to another copy. Returns false when none is left. A lone copy is
+ * never given up: the next request may fare better. */
 static bool io_next_copy(disk *d, io_req *r) {
     io_copy *c = &d->copies[r->i_copy];
     c->queued -= r->n;
@@ -123,7 +125,7 @@ static bool io_next_copy(disk *d, io_req *r) {
     return true;
 }
 
-/* One that was begun fails, and its copy is not to blame. */
+/* Fail a request that was begun, with errno `why`; its copy stays in use. */
 static void io_give_up(disk *d, io_req *r, int why) {
     d->copies[r->i_copy].queued -= r->n;
     r->why = why;
@@ -136,13 +138,13 @@ static void io_done(disk *d, io_req *r) {
     c->queued -= r->n;
     c->ns_per_byte = c->ns_per_byte > 0 ? 0.9 * c->ns_per_byte + 0.1 * ns : ns;
     d->read_bytes += r->n;
-    for (int i = 0; i < d->n_copies; i++) /* a copy that was slow once is tried again */
+    for (int i = 0; i < d->n_copies; i++) /* a slow copy is tried again later */
         if (i != r->i_copy && d->copies[i].queued == 0) d->copies[i].ns_per_byte *= 0.98;
     io_finish(d, r, IO_DONE);
 }
 
-/* Digest the outcome of one read, bytes or -errno; lock not held. Returns whether the request is
- * over. */
+/* Take the result of one read: its bytes, or -errno. The caller does not hold the lock. Returns whether
+ * the request has ended. */
 static bool io_advance(disk *d, io_req *r, ssize_t res) {
     uint64_t need = r->offset + r->n - io_base(r);
     bool is_going_on = false;
@@ -183,7 +185,7 @@ static void *pool_main(void *arg) {
         io_req *r = is_stopping ? NULL : io_pop(d);
         pthread_mutex_unlock(&d->lock);
         if (is_stopping) return NULL;
-        if (!r) continue; /* it was taken back */
+        if (!r) continue; /* the request was taken back */
         ssize_t got;
         do {
             got = d->read(d->read_user, io_fd(d, r), r->to + r->got, (size_t)io_left(r),
@@ -213,8 +215,9 @@ static void nap(long ns) {
     nanosleep(&t, NULL);
 }
 
-/* Hand over what is prepared and wait for a completion. 0, also after an interruption, or the errno of a
- * ring that is of no use: EPERM where seccomp denies it, or EAGAIN and EBUSY, IO_AGAIN times running. */
+/* Hand the prepared entries to the kernel and wait for a completion. Returns 0, also after an
+ * interruption, or the errno that makes the ring useless: EPERM where seccomp denies it, EAGAIN or
+ * EBUSY after IO_AGAIN times in a row. */
 static int ring_enter(struct io_uring *ring, int *n_again) {
     int rc = io_uring_submit_and_wait(ring, 1);
     if (rc >= 0) *n_again = 0;
@@ -224,7 +227,7 @@ static int ring_enter(struct io_uring *ring, int *n_again) {
     return 0;
 }
 
-/* Digest all completions. 0, or the errno by which the ring refuses to wait for new work. */
+/* Take all completions. Returns 0, or the errno with which the ring refuses to watch wake_fd. */
 static int ring_reap(disk *d) {
     struct io_uring_cqe *cqe;
     while (io_uring_peek_cqe(&d->ring, &cqe) == 0) {
@@ -235,13 +238,14 @@ static int ring_reap(disk *d) {
         if (r && !io_advance(d, r, res)) ring_prepare(d, r);
         if (r) continue;
         if (res < 0) return (int)-res;
-        if (read(d->wake_fd, &n_wakes, sizeof n_wakes) < 0) n_wakes = 0; /* a false alarm */
+        if (read(d->wake_fd, &n_wakes, sizeof n_wakes) < 0) n_wakes = 0; /* nothing to read: no wake */
         ring_arm_wake(d);
     }
     return 0;
 }
 
-/* Fill, wait for any completion or for new work, digest. 0 when it is to stop, or why it cannot go on. */
+/* Until the disk is closed: fill the ring, wait for a completion or a new request, take completions.
+ * Returns 0, or the errno that ended it. */
 static int ring_serve(disk *d) {
     int why = 0, n_again = 0;
     ring_arm_wake(d);
@@ -257,7 +261,7 @@ static int ring_serve(disk *d) {
     return why;
 }
 
-/* What the ring was never given fails. The last io_uring_sq_ready() entries are not yet the kernel's. */
+/* Fail the requests whose entries the kernel has not taken: the last io_uring_sq_ready() entries. */
 static void ring_drop(disk *d, int why) {
     const struct io_uring_sq *sq = &d->ring.sq;
     pthread_mutex_lock(&d->lock);
@@ -270,8 +274,9 @@ static void ring_drop(disk *d, int why) {
     pthread_mutex_unlock(&d->lock);
 }
 
-/* The ring is of no use any more: all that is asked for fails, at once. Only what the kernel already reads
- * is waited for, since it writes to that memory; completions come without the ring's own system call. */
+/* The ring has become useless: fail every request at once, until the disk is closed. Reads that the
+ * kernel has begun are waited for, since it writes to their memory; their completions arrive without
+ * the ring's own system call. */
 static void ring_refuse(disk *d, int why) {
     struct pollfd at[] = {{.fd = d->wake_fd, .events = POLLIN},
                           {.fd = d->ring.ring_fd, .events = POLLIN}};
@@ -285,20 +290,20 @@ static void ring_refuse(disk *d, int why) {
         pthread_mutex_unlock(&d->lock);
         if (is_over) return;
         if (poll(at, 2, -1) < 0 && errno != EINTR) nap(RING_NAP_NS);
-        if (read(d->wake_fd, &n_wakes, sizeof n_wakes) < 0) n_wakes = 0; /* it was the ring */
+        if (read(d->wake_fd, &n_wakes, sizeof n_wakes) < 0) n_wakes = 0; /* the ring woke poll() */
         while (io_uring_peek_cqe(&d->ring, &cqe) == 0) {
             io_req *r = io_uring_cqe_get_data(cqe);
             ssize_t res = cqe->res;
             io_uring_cqe_seen(&d->ring, cqe);
             if (!r || io_advance(d, r, res)) continue;
             pthread_mutex_lock(&d->lock);
-            io_give_up(d, r, why); /* there is more to read, and no way to ask for it */
+            io_give_up(d, r, why); /* the rest cannot be asked for */
             pthread_mutex_unlock(&d->lock);
         }
     }
 }
 
-/* The ring's thread. */
+/* The thread of the ring. */
 static void *ring_main(void *arg) {
     disk *d = arg;
     int why = ring_serve(d);
@@ -306,14 +311,15 @@ static void *ring_main(void *arg) {
     return NULL;
 }
 
-/* Some systems let a ring be set up and deny its use. The errno of a request that does nothing, or 0. */
+/* Submit a request that does nothing: some systems let a ring be set up and deny its use. Returns its
+ * errno, or 0. */
 static int ring_try(struct io_uring *ring) {
     struct io_uring_cqe *cqe;
     int n_again = 0, why;
     io_uring_prep_nop(io_uring_get_sqe(ring));
     for (int i = 0; i < IO_AGAIN; i++) {
         if ((why = ring_enter(ring, &n_again)) != 0) return why;
-        if (io_uring_peek_cqe(ring, &cqe) != 0) continue; /* it was interrupted */
+        if (io_uring_peek_cqe(ring, &cqe) != 0) continue; /* wait was interrupted */
         why = -cqe->res;
         io_uring_cqe_seen(ring, cqe);
         return why;
@@ -336,7 +342,7 @@ void disk_submit(disk *d, io_req *r, enum io_urgency u) {
     pthread_mutex_unlock(&d->lock);
 }
 
-/* A read ahead that became a need; with is_first, one that all else waits for. */
+/* A request still queued becomes demand. is_first: it goes before all other demand. */
 void disk_raise(disk *d, io_req *r, bool is_first) {
     pthread_mutex_lock(&d->lock);
     if (r->state == IO_QUEUED && (is_first || r->urgency != IO_DEMAND)) {
@@ -349,7 +355,7 @@ void disk_raise(disk *d, io_req *r, bool is_first) {
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Take back what is not begun. Returns whether the request is the caller's again. */
+/* Take back a request, unless its read is running. Returns whether it is the caller's again. */
 bool disk_cancel(disk *d, io_req *r) {
     pthread_mutex_lock(&d->lock);
     if (r->state == IO_QUEUED) io_unlink(d, r);
@@ -365,7 +371,7 @@ enum io_state disk_state(disk *d, const io_req *r) {
     return state;
 }
 
-/* How many requests are over so far; to be read before looking at their states. */
+/* How many requests have ended so far; the caller reads this before it looks at their states. */
 uint64_t disk_changes(disk *d) {
     pthread_mutex_lock(&d->lock);
     uint64_t n = d->n_changes;
@@ -373,7 +379,7 @@ uint64_t disk_changes(disk *d) {
     return n;
 }
 
-/* Sleep until more than `seen` are over. */
+/* Sleep until more than `seen` requests have ended. */
 void disk_wait_change(disk *d, uint64_t seen) {
     uint64_t start = clock_ns();
     pthread_mutex_lock(&d->lock);
@@ -382,7 +388,7 @@ void disk_wait_change(disk *d, uint64_t seen) {
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Sleep until a request is over. The time is what the disk cost this step. */
+/* Sleep until a request has ended, and add the time to stall_ns. */
 void disk_wait(disk *d, const io_req *r) {
     uint64_t start = clock_ns();
     pthread_mutex_lock(&d->lock);
@@ -398,7 +404,7 @@ int sum_fail(const shard *s, uint64_t offset, uint64_t n, k3_error *err) {
                 s->name, (unsigned long long)n, (unsigned long long)offset);
 }
 
-/* The line for a failed request. */
+/* Write the message for a failed request. */
 int disk_fail(const disk *d, const io_req *r, k3_error *err) {
     const char *name = d->shards[r->i_shard].name;
     unsigned long long n = r->n, offset = r->offset;
@@ -448,7 +454,7 @@ static int ring_open(disk *d, k3_error *err) {
     return rc;
 }
 
-/* Change how bytes are read. Nothing may be queued. */
+/* Start the readers, or change how they read. No request may be queued. */
 int disk_mode(disk *d, bool is_uring, bool is_direct, int depth, k3_error *err) {
     if (d->n_threads > 0) disk_threads_stop(d);
     if (d->is_uring) {

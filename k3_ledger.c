@@ -32,7 +32,7 @@ void *ledger_take(ledger *l, uint64_t n_bytes, const char *what, k3_error *err) 
         l->why = fail(err, K3_ENOMEM, "%s: %llu bytes: %s", what, (unsigned long long)n_bytes,
                       strerror(errno));
     } else {
-        madvise(p, (size_t)n_bytes, MADV_HUGEPAGE); /* fewer faults while weights are read */
+        madvise(p, (size_t)n_bytes, MADV_HUGEPAGE); /* only a hint: fewer page faults */
         l->used += n_bytes;
     }
     ledger_unlock(l);

@@ -29,14 +29,15 @@ static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 /* Called for a group and each of its parents; `dir` is the group's directory. */
 typedef void (*group_fn)(void *user, const char *dir, bool is_v2);
 
-/* The number that is the first one in file `name` of a group. */
+/* The first number in file `name` of a group's directory; `otherwise` where there is none. */
 static uint64_t group_number(const char *dir, const char *name, uint64_t otherwise) {
     char path[PATH_BYTES + 64];
     snprintf(path, sizeof path, "%s/%s", dir, name);
     return machine_number(path, "", otherwise);
 }
 
-/* From `group` (which is cut down) below `mount` up to the root. */
+/* Call fn for `group` below `mount` and for each of its parents up to the root. The text `group` is
+ * shortened on the way. */
 static void groups_climb(const char *root, const char *mount, char *group, bool is_v2, group_fn fn,
                          void *user) {
     char dir[PATH_BYTES];
@@ -58,7 +59,7 @@ static bool list_has(const char *list, const char *name) {
     return false;
 }
 
-/* Every group of this process that can have limits of `controller`, version 2 and 1. */
+/* Call fn for every group of this process that can have limits of `controller`, of version 2 and 1. */
 static void groups_visit(const char *root, const char *controller, group_fn fn, void *user) {
     char path[PATH_BYTES], line[4096 + 256], group[sizeof line], mount[sizeof line];
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
@@ -84,7 +85,7 @@ static void groups_visit(const char *root, const char *controller, group_fn fn, 
 
 /* ---- CPUs ---- */
 
-/* *user: the least quota so far, in CPUs. */
+/* *user: the least quota seen so far, in CPUs. */
 static void quota_visit(void *user, const char *dir, bool is_v2) {
     uint64_t *n_cpus = user, quota = UINT64_MAX, period = 0;
     if (is_v2) { /* "max 100000" or "150000 100000" */
@@ -175,9 +176,9 @@ void machine_cpus_say(machine_cpus c, char *text, size_t cap) {
 
 /* ---- Memory ---- */
 
-/* *user: the least that a group leaves so far, in bytes. A group is slowed down at memory.high and its
- * processes are ended at memory.max: the lower one bounds. File pages, used lately or not, are given up
- * before either, so they do not count as taken. */
+/* *user: the least that a group seen so far leaves, in bytes. Processes of a group are slowed down at
+ * memory.high and ended at memory.max, so the lower one bounds. The system gives up file pages before
+ * either, used lately or not, so they do not count as taken. */
 static void memory_visit(void *user, const char *dir, bool is_v2) {
     uint64_t *left = user, cap, taken, cache;
     char stat[PATH_BYTES + 64];
@@ -187,7 +188,7 @@ static void memory_visit(void *user, const char *dir, bool is_v2) {
                     group_number(dir, "memory.high", UINT64_MAX));
         taken = group_number(dir, "memory.current", 0);
         cache = machine_number(stat, "active_file ", 0) + machine_number(stat, "inactive_file ", 0);
-    } else { /* the second is of the parents, which a container may not see */
+    } else { /* hierarchical_memory_limit is the parents', whom a container may not see */
         cap = least(group_number(dir, "memory.limit_in_bytes", UINT64_MAX),
                     machine_number(stat, "hierarchical_memory_limit ", UINT64_MAX));
         taken = group_number(dir, "memory.usage_in_bytes", 0);

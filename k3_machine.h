@@ -29,12 +29,12 @@ machine_cpus machine_cpus_here(void);
 /* Threads that compute: one for each core, but not more than the quota pays for. At least 1. */
 int machine_threads(machine_cpus c);
 
-/* Why so many, such as "16 CPUs, 8 cores, quota 12", into text[cap]. */
+/* Write the figures behind that number, such as "16 CPUs, 8 cores, quota 12", to text[cap]. */
 void machine_cpus_say(machine_cpus c, char *text, size_t cap);
 
 typedef struct {
     uint64_t left; /* bytes that this process may still take, cache that can be given up included */
-    bool is_group; /* a control group is what leaves no more                                      */
+    bool is_group; /* a control group leaves less than the system has                             */
 } machine_memory;
 
 machine_memory machine_memory_left(const char *root);
@@ -43,11 +43,12 @@ machine_memory machine_memory_left(const char *root);
  * 1/16 for the rest of the system. */
 uint64_t machine_ram_default(const char *root, uint64_t others);
 
-/* Is a budget of `ram` bytes more than what is left, less `others`? Then text[cap] says so in one line:
- * both figures, and a --ram that fits where there is one. */
+/* Is a budget of `ram` bytes more than what is left, less `others`? If it is, text[cap] says so in one
+ * line: both figures, and a --ram that fits where there is one. */
 bool machine_ram_is_above(const char *root, uint64_t ram, uint64_t others, char *text, size_t cap);
 
-/* The first number after `key`, with which its line begins, in a small text file, or `otherwise`. */
+/* The first number after `key`, at the beginning of a line of a small text file; `otherwise` without
+ * one. */
 uint64_t machine_number(const char *path, const char *key, uint64_t otherwise);
 
 #endif

@@ -87,7 +87,7 @@ static int config_f32(const config *c, const char *name, float *out) {
     return 0;
 }
 
-/* A field with only one value this engine computes. */
+/* Refuse the field unless it has the one value that this engine computes. */
 static int config_is(const config *c, const char *name, const char *want) {
     bool is_bool = strcmp(want, "true") == 0 || strcmp(want, "false") == 0;
     bool is_int = want[0] >= '0' && want[0] <= '9';
@@ -138,7 +138,7 @@ static int config_layers(const config *c, k3_shape *sh) {
     return 0;
 }
 
-/* Everything that must have one value for the formulas of K3-SPEC 3 to apply. */
+/* Check the fields that must have one value for the formulas of K3-SPEC 3 to apply. */
 static int config_fixed(const config *c) {
     static const char *const fixed[][2] = {
         {"hidden_act", "situ"},
@@ -162,12 +162,12 @@ static int config_fixed(const config *c) {
     return 0;
 }
 
-/* The packing of the experts, where the config states it (text_config, else top level). */
+/* Check how experts are packed, where the config states it (in text_config, else at top level). */
 static int config_quantization(const config *c) {
     json_object *q = NULL, *v = NULL;
     if (!json_object_object_get_ex(c->text, "quantization_config", &q) &&
         !json_object_object_get_ex(c->top, "quantization_config", &q))
-        return 0; /* the tensor table decides: weight_packed and weight_scale must be there */
+        return 0; /* not stated: the headers decide, which must have weight_packed and weight_scale */
     if (!json_object_object_get_ex(q, "format", &v) || !json_object_get_string(v) ||
         strcmp(json_object_get_string(v), "mxfp4-pack-quantized") != 0)
         return fail(c->err, K3_EMODEL,
@@ -178,7 +178,7 @@ static int config_quantization(const config *c) {
 }
 
 #define MAX_DIM (1u << 24)
-#define MAX_ELEMENTS (1ull << 48) /* of one tensor of a header */
+#define MAX_ELEMENTS (1ull << 48) /* elements of one tensor */
 STATIC_ASSERT(every_matrix_passes_the_header_check, (uint64_t)MAX_DIM * MAX_DIM <= MAX_ELEMENTS);
 STATIC_ASSERT(mxfp4_group_is_a_packed_group, K3_GROUP == 32);
 STATIC_ASSERT(layers_fit_the_wire, K3_MAX_LAYERS <= TIER_MAX_LAYERS);
@@ -239,7 +239,7 @@ static int config_numbers(const config *c, k3_shape *sh) {
     return config_u32(&top, "eos_token_id", 0, sh->vocab_size - 1, &sh->eos_id);
 }
 
-/* What the dimensions must satisfy among themselves. */
+/* Check the dimensions against each other. */
 static int config_consistent(const config *c, const k3_shape *sh) {
     const struct {
         const char *name;
@@ -288,7 +288,7 @@ static int config_consistent(const config *c, const k3_shape *sh) {
 
 void shape_sizes(k3_shape *sh);
 
-/* What a config calls its model, for a message: printable, at most 48 bytes; "" when it does not say. */
+/* The name that a config gives its model, for a message: printable, at most 48 bytes; "" without one. */
 static void config_label(json_object *v, char out[49]) {
     if (json_object_is_type(v, json_type_array)) v = json_object_array_get_idx(v, 0);
     const char *text = json_object_is_type(v, json_type_string) ? json_object_get_string(v) : "";
@@ -297,8 +297,8 @@ static void config_label(json_object *v, char out[49]) {
     out[n] = 0;
 }
 
-/* A config that was refused and says that it describes another model: that comes first, then why it was
- * refused. One that says nothing, or kimi_k3, keeps its message. */
+/* Word the message for a config.json that was refused with `rc`. If it names another model, the message
+ * says so first, and then why it was refused. If it names none, or kimi_k3, the message stays. */
 static int config_stranger(json_object *top, int rc, k3_error *err) {
     json_object *v = NULL;
     char type[49] = "", name[49] = "", why[sizeof err->text] = "";
@@ -393,7 +393,7 @@ int file_open(const char *path, uint64_t *size, k3_error *err) {
     return fd;
 }
 
-/* Whole small file into malloc'd memory. */
+/* Read a whole small file into malloc'd memory. */
 static int read_whole(const char *path, size_t max_bytes, char **out, size_t *n, k3_error *err) {
     uint64_t size = 0;
     int fd = file_open(path, &size, err), rc = 0;
@@ -442,13 +442,13 @@ int shape_read(k3_shape *sh, const char *dir, float eps_lora, k3_error *err) {
     return rc;
 }
 
-/* ==== 2. Model files =================================================================
+/* ==== 2. Tensors and names ===========================================================
  *
- * One table says which tensors the trunk of each kind of layer has, with dtype and shape;
- * experts are six tensors in a fixed order. Every shard's header is checked against it: bounds,
- * overlaps, dtype, shape, duplicates, and at the end that nothing expected is missing. What stays
- * in memory is a place (shard, offset) per trunk tensor and 64 bytes per expert: 5.3 MB for the
- * release's 497,220 tensors.
+ * One table says which tensors the trunk of each kind of layer has, with dtype and shape; an expert is
+ * six tensors in a fixed order. Every shard's header is checked against it: bounds, overlaps, dtype,
+ * shape, duplicates, and at the end that nothing expected is missing. What stays in memory is a place
+ * (shard, offset) for each trunk tensor and 64 bytes for each expert: 5.3 MB for the release's 497,220
+ * tensors.
  */
 static const char *const DTYPE_NAME[] = {"BF16", "F32", "U8"};
 const uint64_t DTYPE_BYTES[] = {2, 4, 1};
@@ -478,7 +478,7 @@ const tensor_def TENSOR[N_TENSORS] = {
     [T_F_A] = {"self_attn.f_a_proj.weight", IN_KDA, BF16, 2, {D_KDA_DIM, D_HIDDEN}},
     [T_F_B] = {"self_attn.f_b_proj.weight", IN_KDA, BF16, 2, {D_KDA, D_KDA_DIM}},
     [T_B] = {"self_attn.b_proj.weight", IN_KDA, BF16, 2, {D_KDA_HEADS, D_HIDDEN}},
-    [T_A_LOG] = {"self_attn.A_log", IN_KDA, F32, 1, {D_KDA_HEADS}}, /* or longer: padded */
+    [T_A_LOG] = {"self_attn.A_log", IN_KDA, F32, 1, {D_KDA_HEADS}}, /* may be padded in the file */
     [T_DT_BIAS] = {"self_attn.dt_bias", IN_KDA, F32, 1, {D_KDA}},
     [T_O_NORM] = {"self_attn.o_norm.weight", IN_KDA, F32, 1, {D_KDA_DIM}},
 
@@ -507,14 +507,14 @@ const tensor_def TENSOR[N_TENSORS] = {
 };
 
 
-/* What a KDA layer keeps, f32: S of each head; of q, k and v the last three samples, which the
- * convolution of width four wants again. */
+/* Floats that a session keeps of a KDA layer: the matrix S of each head, and the last three inputs of
+ * the convolutions of q, k and v, which are four wide. */
 static uint64_t kda_floats(const k3_shape *sh) {
     uint64_t n = (uint64_t)sh->kda_heads * sh->kda_dim;
     return n * sh->kda_dim + 3 * 3 * n;
 }
 
-/* What a layer keeps of n_pos positions, f32. */
+/* Floats that a session keeps of layer il for n_pos positions. */
 uint64_t layer_floats(const k3_shape *sh, uint32_t il, uint64_t n_pos) {
     return sh->is_mla[il] ? n_pos * k3_pad(sh->kv_lora + sh->rope_dim) : kda_floats(sh);
 }
@@ -600,7 +600,7 @@ static bool skip_prefix(const char **s, const char *prefix) {
     return true;
 }
 
-/* A decimal below `limit` and the dot behind it. */
+/* Read a decimal below `limit` and the dot behind it, and step over both. */
 static bool skip_number(const char **s, uint32_t limit, uint32_t *out) {
     const char *p = *s;
     uint64_t v = 0;
@@ -639,7 +639,7 @@ static bool name_parse(const k3_shape *sh, const char *name, name_id *id) {
     return false;
 }
 
-/* The official name, for errors and for `expect`. */
+/* Write the official name of a tensor. */
 void name_write(const name_id *id, char *out, size_t cap) {
     if (id->expert_tensor >= 0)
         snprintf(out, cap, "language_model.model.layers.%u." MOE "experts.%u.%s", id->il, id->ie,
@@ -659,7 +659,7 @@ static place *model_place(model *m, const name_id *id) {
                                                : &m->at[id->il][id->tensor];
 }
 
-/* Visit every tensor the shape expects, in layer order. */
+/* Call fn for every tensor that the shape expects, in layer order. */
 int model_expect(const k3_shape *sh, expect_fn fn, void *user) {
     name_id id = {0, -1, 0, 0};
     int rc;
@@ -681,9 +681,9 @@ int model_expect(const k3_shape *sh, expect_fn fn, void *user) {
     return 0;
 }
 
-/* ---- A JSON scanner that keeps nothing ----
+/* ==== 3. A JSON scanner that keeps nothing ===========================================
  *
- * Headers and the index are 136 MB of JSON of one fixed form. Trees of it cost kilobytes per
+ * Headers and the index are 136 MB of JSON of one fixed form. Trees of it would take kilobytes for each
  * tensor, and a hostile one 250 times its size; so both are read as they pass by.
  */
 typedef struct {
@@ -702,7 +702,8 @@ static void scan_space(scan *s) {
     while (s->c == ' ' || s->c == '\n' || s->c == '\r' || s->c == '\t') scan_next(s);
 }
 
-/* A JSON string into out (NULL: skip it); false when it is none, too long, or never ends. */
+/* Read a JSON string into out, or skip it where out is NULL. Returns false when it is no string, is too
+ * long, or never ends. */
 static bool scan_string(scan *s, char *out, size_t cap) {
     size_t n = 0;
     scan_space(s);
@@ -724,7 +725,7 @@ static bool scan_char(scan *s, int c) {
     return true;
 }
 
-/* Skip any value, up to the ',' or bracket that follows it. */
+/* Skip any value, up to the ',' or bracket that follows it. Returns false when there is none. */
 static bool scan_value(scan *s) {
     for (int depth = 0;;) {
         scan_space(s);
@@ -753,7 +754,7 @@ static bool scan_u64(scan *s, uint64_t *out) {
     return true;
 }
 
-/* A list of at most `cap` numbers: how many, or -1. */
+/* Read a list of at most `cap` numbers. Returns how many, or -1. */
 static int scan_list(scan *s, uint64_t *out, int cap) {
     int n = 0;
     if (!scan_char(s, '[')) return -1;
@@ -765,7 +766,7 @@ static int scan_list(scan *s, uint64_t *out, int cap) {
     return scan_char(s, ']') ? n : -1;
 }
 
-/* ---- One header ---- */
+/* ==== 4. Headers, index, everything together ========================================= */
 
 typedef struct {
     uint64_t begin, end;
@@ -786,7 +787,7 @@ typedef struct {
     uint64_t dims[8], n_elements, begin, end;
 } header_entry;
 
-/* The fields of {"dtype","shape","data_offsets"} in any order; NULL, or what is wrong. */
+/* Read the fields of {"dtype","shape","data_offsets"} in any order. Returns NULL, or what is wrong. */
 static const char *header_entry_fields(scan *s, header_entry *h) {
     char key[64];
     uint64_t off[2];
@@ -856,7 +857,7 @@ static int header_entry_check(const model *m, const k3_shape *sh, const name_id 
         n_dims = d->n_dims;
         for (int i = 0; i < n_dims; i++) want[i] = m->dims[d->dims[i]];
         if (id->tensor == T_A_LOG && h->n_dims == 1 && h->dims[0] > want[0])
-            want[0] = h->dims[0]; /* padded: the first num_heads entries count */
+            want[0] = h->dims[0]; /* padded: num_heads entries count */
     }
     if (strcmp(h->dtype, DTYPE_NAME[dtype]) != 0)
         return fail(err, K3_EMODEL, "%s in %s: dtype %s, expected %s", name, file, h->dtype,
@@ -910,7 +911,7 @@ static void model_note_unknown(model *m, const char *name, const char *file) {
     m->opt->note(m->opt->user, line);
 }
 
-/* Check one entry and put it in the table. `data` is where the data begins in the file. */
+/* Check one entry and put it in the table. `data` is the offset in the file at which data begins. */
 static int header_take(model *m, const k3_shape *sh, uint16_t i_shard, const char *name, scan *text,
                        uint64_t data, span *sp, k3_error *err) {
     const shard *s = &m->shards[i_shard];
@@ -946,13 +947,14 @@ static int header_overlaps(span *spans, size_t n, const char *file, k3_error *er
     return 0;
 }
 
-/* Metadata of scripts/make_checkpoint.py --sparse-trunk: matrices of the trunk are holes, on purpose. */
+/* Does the metadata say, as scripts/make_checkpoint.py --sparse-trunk writes it, that matrices of the
+ * trunk are holes on purpose? */
 static bool header_is_sparse(const char *metadata, size_t n) {
     static const char mark[] = "\"k3_sparse\"";
     return memmem(metadata, n, mark, sizeof mark - 1) != NULL;
 }
 
-/* All entries of a header of n bytes. `spans` has room for every entry that n bytes can hold. */
+/* Check all entries of a header of n bytes. `spans` has room for every entry that n bytes can hold. */
 static int header_scan(model *m, const k3_shape *sh, uint16_t i_shard, const char *text, size_t n,
                        span *spans, k3_error *err) {
     const char *file = m->shards[i_shard].name;
@@ -990,7 +992,8 @@ static int header_scan(model *m, const k3_shape *sh, uint16_t i_shard, const cha
 
 #define ENTRY_MIN_BYTES 40 /* "":{"dtype":"","shape":[],"data_offsets":[0,0]} has 47 */
 
-/* `n` bytes of text: as many spans as it can have entries, since each has a brace of its own. */
+/* Check all entries of a header of n bytes of text. Each entry has a brace of its own, so as many spans
+ * are made as the text has braces. */
 static int header_entries(model *m, const k3_shape *sh, uint16_t i_shard, const char *text,
                           size_t n, k3_error *err) {
     uint64_t n_spans = 1, most = n / ENTRY_MIN_BYTES + 1;
@@ -1005,7 +1008,8 @@ static int header_entries(model *m, const k3_shape *sh, uint16_t i_shard, const 
 
 #define HEADER_MAX_BYTES 100000000u /* the safetensors format's own limit */
 
-/* Read exactly n bytes. Interrupted and partial reads go on; the end of the file is an error. */
+/* Read exactly n bytes of one copy. Interrupted and partial reads go on; the end of the file is an
+ * error. */
 int read_copy(const shard *s, int copy, void *to, uint64_t n, uint64_t offset,
                      k3_error *err) {
     uint8_t *p = to;
@@ -1026,7 +1030,7 @@ int read_copy(const shard *s, int copy, void *to, uint64_t n, uint64_t offset,
     return 0;
 }
 
-/* The same from the first copy that can, each asked twice. */
+/* Read exactly n bytes from the first copy that can; each is asked twice. */
 int read_exact(const shard *s, void *to, uint64_t n, uint64_t offset, k3_error *err) {
     int rc = K3_EIO;
     for (int i = 0; rc < 0 && i < 2 * K3_MAX_COPIES; i++)
@@ -1034,7 +1038,7 @@ int read_exact(const shard *s, void *to, uint64_t n, uint64_t offset, k3_error *
     return rc;
 }
 
-/* The length that the header states; 0 also where it states an impossible one, and err says so. */
+/* Read a header's length. An impossible one is an error, and *length is then 0. */
 static int header_length(const shard *s, uint64_t *length, k3_error *err) {
     uint8_t len8[8];
     *length = 0;
@@ -1087,7 +1091,8 @@ static uint64_t count_text(const char *text, size_t n, const char *word) {
     return count;
 }
 
-/* Most tensors that the header of a shard can name; 0 when it is none, which header_read will say. */
+/* The most tensors that a shard's header can name; 0 where it has none, which header_read() will
+ * report. */
 static uint64_t header_count(const shard *s) {
     static const char word[] = "\"data_offsets\"";
     enum { STEP = 1 << 16, OVERLAP = sizeof word - 2 };
@@ -1113,8 +1118,8 @@ static uint64_t model_tensors(const k3_shape *sh) {
     return n + (uint64_t)(sh->n_layers - sh->n_dense) * sh->n_experts * N_EXPERT_TENSORS;
 }
 
-/* Do the headers name as many tensors as config.json asks for? Looked at only where tables are large, and not in a
- * slice, which may have any of them: there the budget is the bound. */
+/* Do the headers name as many tensors as config.json asks for? They are counted only where tables are
+ * large, and not in a slice, which may hold any number of experts: there the budget is the bound. */
 static int model_counts(const model *m, const k3_shape *sh, k3_error *err) {
     uint64_t n_want = model_tensors(sh), n_named = 0;
     uint32_t n_shards = 0;
@@ -1156,7 +1161,7 @@ static int shard_add(model *m, const char *name, k3_error *err) {
     return (int)m->n_shards++;
 }
 
-/* The pairs of weight_map, after its opening brace. */
+/* Read the pairs of weight_map, after its opening brace. */
 static int index_pairs(model *m, scan *s, k3_error *err) {
     char name[1024], file[512];
     int i = -1;
@@ -1182,7 +1187,7 @@ static int index_pairs(model *m, scan *s, k3_error *err) {
     return 0;
 }
 
-/* Top level of the index: find weight_map. */
+/* Read the top level of the index, up to weight_map and through it. */
 static int index_scan(model *m, FILE *f, k3_error *err) {
     scan s = {f, NULL, NULL, 0, 0};
     char key[1024];
@@ -1209,7 +1214,7 @@ bad:
                 "model.safetensors.index.json: not an index with a weight_map; download it again");
 }
 
-/* Without an index: every *.safetensors of the directory. */
+/* Without an index: take every *.safetensors of the directory. */
 static int shards_from_dir(model *m, k3_error *err) {
     DIR *d = opendir(m->dir);
     if (!d) return fail(err, K3_EIO, "%s: %s", m->dir, strerror(errno));
@@ -1228,7 +1233,7 @@ static int shards_from_dir(model *m, k3_error *err) {
     return i < 0 ? i : 0;
 }
 
-/* Names for one message: the first is told apart, a few follow it, the rest are counted. */
+/* Names of shards for one message, which gives the first, a few more, and the number of the rest. */
 #define NAMED_MOST 6
 
 typedef struct {
@@ -1247,7 +1252,7 @@ static void shard_names_add(shard_names *w, const char *name) {
         snprintf(w->others + n, sizeof w->others - n, "%s...", n ? ", " : "");
 }
 
-/* Only opens; what is not there goes to `absent`. */
+/* Open a shard. Where there is no such file, its name is added to `absent` and that is no error. */
 static int shard_open(model *m, shard *s, shard_names *absent, k3_error *err) {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", m->dir, s->name);
@@ -1258,7 +1263,7 @@ static int shard_open(model *m, shard *s, shard_names *absent, k3_error *err) {
     return 0;
 }
 
-/* An incomplete download: all that is absent is named at once. */
+/* Refuse an incomplete download, in one message for all shards that are absent. */
 static int shards_absent(const model *m, const shard_names *w, k3_error *err) {
     const char *why = m->has_index ? "named by the index but not in" : "a dangling link in";
     uint32_t n_needed = 0;
@@ -1300,8 +1305,8 @@ static int model_shards(model *m, k3_error *err) {
     return shards_absent(m, &absent, err);
 }
 
-/* One shard is refused, and it is a download that stopped: look at the headers behind it too, so that one
- * message names them all. The first one's own words stay. */
+/* Shard i_first was refused because its download had stopped. Check the headers of the shards behind it
+ * too, so that one message names all of that kind; it begins with the message of the first. */
 static int shards_damaged(model *m, const k3_shape *sh, uint32_t i_first, int rc, k3_error *err) {
     shard_names w = {.n = 0};
     k3_error other;
@@ -1337,7 +1342,7 @@ static int missing_visit(void *user, const name_id *id) {
 
 bool expert_is_here(const expert_place *at) { return at->shard[0] != NO_SHARD; }
 
-/* Of a slice: each expert has all six tensors or none, and at least one is there. */
+/* Check a slice: each expert has all six tensors or none, and at least one expert is there. */
 static int model_partial(const model *m, const k3_shape *sh, k3_error *err) {
     uint64_t n_here = 0;
     for (uint32_t il = sh->n_dense; il < sh->n_layers; il++)
@@ -1395,11 +1400,11 @@ static void model_note_sparse(const model *m) {
                  m->shards[i].name);
         one_line(line);
         m->opt->note(m->opt->user, line);
-        return; /* one for all of them */
+        return; /* one note for all such shards */
     }
 }
 
-/* Where tensors lie, all of them nowhere yet. */
+/* Make the tables of places. No tensor has been seen yet: every place has NO_SHARD. */
 static int model_tables(model *m, const k3_shape *sh, k3_error *err) {
     m->at = ledger_take(m->mem, m->at_bytes, "tensor table", err);
     if (!m->at) return m->mem->why;
@@ -1407,7 +1412,7 @@ static int model_tables(model *m, const k3_shape *sh, k3_error *err) {
     if (!m->experts)
         return fail_in(err, m->mem->why, "config.json: %u layers with %u experts each",
                        sh->n_layers - sh->n_dense, sh->n_experts);
-    memset(m->at_model, 0xff, sizeof m->at_model); /* NO_SHARD everywhere */
+    memset(m->at_model, 0xff, sizeof m->at_model); /* NO_SHARD in every place */
     memset(m->at, 0xff, m->at_bytes);
     memset(m->experts, 0xff, m->experts_bytes);
     return 0;

@@ -35,7 +35,7 @@ enum dim {
 
 enum dtype { BF16, F32, U8 };
 
-/* Which layers have a tensor. */
+/* The layers that have a tensor: the model once, every layer, KDA, MLA, dense or expert layers only. */
 enum part { IN_MODEL, IN_LAYER, IN_KDA, IN_MLA, IN_DENSE, IN_MOE };
 
 enum tensor {
@@ -87,7 +87,7 @@ enum tensor {
     N_MODEL_TENSORS = T_IN_NORM
 };
 
-/* K3-SPEC 2.2. Suffixes follow "model.layers.L." but for IN_MODEL. */
+/* A row of TENSOR (K3-SPEC 2.2). `name` follows "model.layers.L.", except for tensors of IN_MODEL. */
 typedef struct {
     const char *name;
     enum part part;
@@ -122,17 +122,17 @@ typedef struct {
     int fd_direct[K3_MAX_COPIES];
     uint64_t size;
     bool is_needed; /* holds text tensors, or there is no index */
-    bool is_sparse; /* says that its trunk was left empty on purpose */
+    bool is_sparse; /* its metadata says that the trunk was left empty on purpose */
 } shard;
 
 typedef struct {
     const char *dir;
     shard *shards;
     uint32_t n_shards;
-    uint64_t header_bytes; /* the longest header: read whole while opening */
+    uint64_t header_bytes; /* length of the longest header; opening holds that one whole */
     uint64_t dims[N_DIMS];
     place at_model[N_MODEL_TENSORS];
-    place (*at)[N_TENSORS];   /* [n_layers], entries of the layer's own parts are used */
+    place (*at)[N_TENSORS];   /* [n_layers]; a layer uses the entries of its own parts */
     expert_place *experts;    /* [n_layers - n_dense][n_experts] */
     bool has_index, is_flat;  /* is_flat: names of experts do not begin with language_model. */
     uint64_t n_unknown;
@@ -148,10 +148,10 @@ typedef struct {
     uint32_t il, ie;
 } name_id;
 
-/* Called for a tensor; other than 0 ends the visit. */
+/* Called for each tensor of a visit. A return value other than 0 ends the visit. */
 typedef int (*expect_fn)(void *user, const name_id *id);
 
-#define SMALL_TABLES (16u << 20) /* thrice the release's: made without a look, whatever the budget */
+#define SMALL_TABLES (16u << 20) /* bytes; smaller tables are made before any header is counted */
 
 /* ---- config.json ---- */
 
@@ -162,7 +162,7 @@ int shape_read(k3_shape *sh, const char *dir, float eps_lora, k3_error *err);
 /* Fill expert_bytes, trunk_bytes, state_bytes and pos_bytes from the rest of the shape. */
 void shape_sizes(k3_shape *sh);
 
-/* What each D_ of a tensor's shape is in this model. */
+/* Write the size that each D_ dimension has in this model. */
 void shape_dims(const k3_shape *sh, uint64_t dims[N_DIMS]);
 
 /* Does layer il have tensors of this part? */
@@ -180,7 +180,7 @@ uint64_t expert_tensor_bytes(const k3_shape *sh, int k); /* k: W1_PACKED .. W2_S
 /* The official name of a tensor, cut to cap - 1 characters. */
 void name_write(const name_id *id, char *out, size_t cap);
 
-/* Visit every tensor that the shape expects, in layer order. Returns what fn said last. */
+/* Call fn for every tensor that the shape expects, in layer order. Returns fn's last return value. */
 int model_expect(const k3_shape *sh, expect_fn fn, void *user);
 
 /* ---- Files ---- */
@@ -192,7 +192,7 @@ int model_expect(const k3_shape *sh, expect_fn fn, void *user);
 int model_open(model *m, const k3_shape *sh, const k3_options *o, ledger *mem, k3_error *err);
 void model_close(model *m);
 
-/* Where expert ie of layer il lies; is it there, all of its tensors? */
+/* Where expert ie of layer il lies; whether all six of its tensors are there. */
 expert_place *model_expert(const model *m, const k3_shape *sh, uint32_t il, uint32_t ie);
 bool expert_is_here(const expert_place *at);
 
@@ -200,8 +200,9 @@ bool expert_is_here(const expert_place *at);
  * status with errno set (0: not a regular file). */
 int file_open(const char *path, uint64_t *size, k3_error *err);
 
-/* Read exactly n bytes of one copy of a shard: interrupted and partial reads go on, the end of the file
- * is an error (K3_EIO). read_exact: of the first copy that can, each asked twice. */
+/* Read exactly n bytes of a shard; interrupted and partial reads go on, the end of the file is an error
+ * (K3_EIO). read_copy reads from one copy. read_exact asks the copies in their order, each twice, until
+ * one can. */
 int read_copy(const shard *s, int copy, void *to, uint64_t n, uint64_t offset, k3_error *err);
 int read_exact(const shard *s, void *to, uint64_t n, uint64_t offset, k3_error *err);
 

@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 #define POOL_WAKE_NS                                                                               \
-    10000u /* a loop with less work than this for one more thread does not wake it */
+    10000u /* less work than this for one more thread does not wake it */
 #define POOL_CLAIM_NS 4000u /* indices are taken in pieces of about this length, or single      */
 
 typedef struct {
@@ -45,14 +45,14 @@ struct k3_pool {
 
 static void futex_wait(uint32_t *at, uint32_t value) {
     syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, NULL, NULL,
-            0); /* whoever called looks again */
+            0); /* an early return is no harm: callers look again */
 }
 
 static void futex_wake(uint32_t *at, int n) {
     syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, n, NULL, NULL, 0);
 }
 
-/* A few dozen nanoseconds, with the other hyperthread of this core left alone. */
+/* Wait a few dozen nanoseconds without slowing the other hyperthread of this core. */
 static void spin_pause(void) {
 #if defined(__SSE2__)
     __builtin_ia32_pause();
@@ -68,21 +68,21 @@ void pool_min(uint64_t *least, uint64_t value) {
     }
 }
 
-/* How many indices to take at once, of `left`: enough for POOL_CLAIM_NS, and never so many that
- * the others could run out while this thread still has several. */
+/* How many of `left` indices to take at once: enough for POOL_CLAIM_NS of work, and never so many that
+ * other threads find none while this one still has several. */
 static size_t claim_size(const k3_pool *p, size_t left, uint64_t unit_ns) {
     size_t most = left / (4 * (size_t)p->n_threads), want = POOL_CLAIM_NS / (unit_ns + 1);
     if (want > most) want = most;
     return want ? want : 1;
 }
 
-/* One more sleeping thread, if what is left is worth it. */
+/* Wake one more sleeping worker, if left_ns of work are enough for it. */
 static void pool_wake_one(k3_pool *p, uint64_t left_ns) {
     if (left_ns >= POOL_WAKE_NS && __atomic_load_n(&p->n_sleeping, __ATOMIC_SEQ_CST) > 0)
         futex_wake(&p->epoch, 1);
 }
 
-/* Take pieces of the loop that is open now until none is left. `wakes`: wake others meanwhile. Returns
+/* Take pieces of the open loop until none is left. `wakes`: wake other workers meanwhile. Returns
  * whether this thread took anything. */
 static bool pool_work(k3_pool *p, int i_thread, bool wakes) {
     bool has_worked = false;

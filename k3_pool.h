@@ -37,8 +37,8 @@ void pool_close(k3_pool *p); /* NULL is nothing to do */
  * many indices a thread takes at once, never what is computed. p NULL: the caller does everything. */
 void pool_run(k3_pool *p, size_t n, uint64_t unit_ns, pool_fn fn, void *ctx);
 
-/* Count how long functions of loops take, or stop counting; and the sum over all threads, nanoseconds. Neither
- * while a loop runs. p NULL: nothing, and 0. */
+/* pool_time: begin or stop counting the time that threads spend in fn. pool_busy_ns: that time, summed
+ * over all threads, in nanoseconds. Call neither while a loop runs. p NULL: nothing, and 0. */
 void pool_time(k3_pool *p, bool is_timed);
 uint64_t pool_busy_ns(const k3_pool *p);
 

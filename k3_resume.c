@@ -1,16 +1,16 @@
-/* k3_resume.c - how far a verify came (k3_resume.h).
+/* k3_resume.c - how far a verify came (k3_resume.h). The file, in bytes, all numbers little-endian:
  *
  *     8          "K3VERIF1"
- *     8          the key
- *     8  8       copy; stretches of it that are done
- *     8          1: nothing but zeros so far of the tensor in which that is
+ *     8          key
+ *     8  8       i_copy, n_stretches
+ *     8          is_zero, 0 or 1
  *     8  8       n_files, n_values
- *     8 n_files  a number for each file
- *     8 n_values sums
+ *     8 n_files  files[]
+ *     8 n_values values[]
  *     8          XXH3 of all before
  *
- * All little-endian. No byte of it is an address, a length of memory or a name: n_files and n_values must be
- * those that the caller expects.
+ * None of these is an address, a length of memory or a name: n_files and n_values must be those that
+ * the caller expects.
  */
 #include "k3_resume.h"
 #include "k3_common.h"
@@ -41,7 +41,7 @@ static uint64_t resume_sum(const uint64_t *head, const k3_resume *r) {
     return XXH3_64bits_withSeed(r->values, (size_t)r->n_values * sizeof *r->values, h);
 }
 
-/* Exactly n words. */
+/* Read exactly n words of 8 bytes. */
 static bool words_read(int fd, uint64_t *to, uint64_t n) {
     uint8_t *p = (uint8_t *)to;
     for (size_t left = (size_t)n * sizeof *to; left > 0;) {
@@ -54,7 +54,7 @@ static bool words_read(int fd, uint64_t *to, uint64_t n) {
     return true;
 }
 
-/* NULL, or why this file is not believed. */
+/* Read and check the file. Returns NULL, or why it is not believed. */
 static const char *resume_look(int fd, k3_resume *r) {
     struct stat st;
     uint64_t head[HEAD_WORDS], want[HEAD_WORDS], sum;

@@ -12,8 +12,8 @@
 
 typedef struct {
     uint64_t key;                 /* of the check: layout of the model, what is compared or made */
-    uint64_t i_copy, n_stretches; /* copies before i_copy are done, and so many stretches of it  */
-    bool is_zero;                 /* of the tensor in which that is, so far: nothing but zeros   */
+    uint64_t i_copy, n_stretches; /* done: all copies before i_copy, n_stretches of that one      */
+    bool is_zero;                 /* the tensor at that place was nothing but zeros so far       */
     uint64_t *files, n_files;     /* [n_files] one number for each file: another when it changed */
     uint64_t *values, n_values;   /* [n_values] sums made so far; no values: n_values 0          */
 } k3_resume;
@@ -28,7 +28,7 @@ int k3_resume_read(const char *path, k3_resume *r, char *why, size_t n_why);
  * Errors  K3_EIO; what was at `path` is then still there */
 int k3_resume_write(const char *path, const k3_resume *r, k3_error *err);
 
-/* It is not needed any more. */
+/* Remove the file at `path`: the check is complete. */
 void k3_resume_remove(const char *path);
 
 #endif

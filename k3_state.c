@@ -110,7 +110,7 @@ static uint64_t get_u64(const uint8_t *p) {
 static void put_u32(uint8_t *p, uint32_t v) { memcpy(p, &v, sizeof v); }
 static void put_u64(uint8_t *p, uint64_t v) { memcpy(p, &v, sizeof v); }
 
-/* All of it, or an error that names the file. */
+/* Read exactly n bytes; the error names the file. */
 static int read_at(int fd, void *to, size_t n, uint64_t at, const char *name, k3_error *err) {
     uint8_t *p = to;
     while (n > 0) {
@@ -149,7 +149,7 @@ static int write_at(int fd, const void *from, size_t n, uint64_t at, const char 
 
 #define HEAD_BYTES 256
 #define HEAD_TABLE_SUM 240
-#define HEAD_SUM 248 /* where the header's own checksum is */
+#define HEAD_SUM 248 /* offset of the header's own checksum */
 #define ENTRY_BYTES 64
 #define MAX_ENTRIES 32
 STATIC_ASSERT(sums_end_the_header, HEAD_TABLE_SUM + 8 == HEAD_SUM && HEAD_SUM + 8 == HEAD_BYTES);
@@ -157,11 +157,11 @@ STATIC_ASSERT(sums_end_the_header, HEAD_TABLE_SUM + 8 == HEAD_SUM && HEAD_SUM + 
 #define OLD_VERSION 1u
 static const uint8_t MAGIC[8] = {'K', '3', 'S', 'T', 'A', 'T', 'E', '\n'};
 
-/* What a state is of, or is read into. */
+/* The session that a state is written of, or read into. */
 typedef struct {
     k3_session *s;
     uint64_t n_pos, n_app;
-    uint8_t *app; /* reading, NULL: nobody wants it */
+    uint8_t *app; /* NULL while reading: not wanted */
 } source;
 
 static bool ids_array(const source *x, uint32_t i, k3_state_array *out) {
@@ -202,14 +202,14 @@ static uint64_t section_raw(const source *x, int kind) {
     return n;
 }
 
-/* A line of the file's table. */
+/* One line of the file's table of sections. */
 typedef struct {
     char name[17];
     bool is_required;
-    uint32_t number;   /* in the pieces                                      */
+    uint32_t number;   /* its number in the heads of its pieces              */
     uint32_t n_planes;
-    uint64_t first, n_stored, n_raw, of; /* first 0: version 1, nobody says  */
-    int kind; /* which of SECTION; -1: not one of them, or of something else */
+    uint64_t first, n_stored, n_raw, of; /* first 0: of version 1, unknown   */
+    int kind; /* index in SECTION; -1: unknown, or of more than the model */
 } section;
 
 typedef struct {
@@ -223,7 +223,7 @@ typedef struct {
     section section[MAX_ENTRIES];
 } head;
 
-/* What a state of this engine says of its model; the rest is 0. */
+/* Fill what a state of this engine says of its model; the rest is 0. */
 static int head_of_engine(head *h, k3_engine *e, k3_error *err) {
     const k3_shape *sh = k3_engine_shape(e);
     uint32_t n_mla = 0;
@@ -241,7 +241,7 @@ static int head_of_engine(head *h, k3_engine *e, k3_error *err) {
     return k3_engine_fingerprints(e, &h->print, err);
 }
 
-/* Where a number of the header lies, in this version and the one before; 0: not there. */
+/* The offset of a number of the header in this version and in the one before; 0: not there. */
 typedef struct {
     uint32_t at, at_old;
     void *p;
@@ -277,7 +277,7 @@ static void table_write(const head *h, uint8_t *out) {
     }
 }
 
-/* Header and table; HEAD_BYTES + n_sections x ENTRY_BYTES. */
+/* Write header and table. Returns their length, HEAD_BYTES + n_sections x ENTRY_BYTES. */
 static size_t head_write(head *h, uint8_t out[HEAD_BYTES + MAX_ENTRIES * ENTRY_BYTES]) {
     head_field wide[N_WIDE], narrow[N_NARROW];
     size_t n = HEAD_BYTES + (size_t)h->n_sections * ENTRY_BYTES;
@@ -301,7 +301,7 @@ static int head_senseless(const char *name, k3_error *err) {
     return fail(err, K3_ECHECK, "%s: damaged: the header makes no sense", name);
 }
 
-/* A name of a section: printable, and nothing behind its end. */
+/* Read a section's name, which must be printable and have only zeros behind its end. */
 static bool entry_name(char to[17], const uint8_t *in) {
     memcpy(to, in, 16);
     to[16] = 0;
@@ -319,7 +319,7 @@ static int section_kind_of(const char *name) {
     return -1;
 }
 
-/* One line of the table; it begins where the one before ends. */
+/* Read one line of the table; its section must begin where the one before ends. */
 static int entry_parse_section(head *h, uint32_t i, const uint8_t *in, const char *name,
                                k3_error *err) {
     section *x = &h->section[i];
@@ -341,7 +341,7 @@ static int entry_parse_section(head *h, uint32_t i, const uint8_t *in, const cha
     for (uint32_t j = 0; j < i; j++)
         if (strcmp(h->section[j].name, x->name) == 0)
             return fail(err, K3_ECHECK, "%s: damaged: section %s is there twice", name, x->name);
-    if (x->of != 0) x->kind = -1; /* none of those known is of anything yet */
+    if (x->of != 0) x->kind = -1; /* all known sections are of the model alone */
     if (x->kind == APP) h->n_app = x->n_raw;
     if (x->kind >= 0) return 0;
     if (!x->is_required) return 0;
@@ -370,7 +370,7 @@ static int table_parse(head *h, const uint8_t *in, const char *name, k3_error *e
     return 0;
 }
 
-/* What version 1 has instead of a table. */
+/* Make the table that a file of version 1 does not have. */
 static int table_of_old(head *h, const char *name, k3_error *err) {
     uint64_t n_ids = h->n_pos * sizeof(uint32_t);
     const uint64_t raw[N_SECTIONS] = {n_ids, h->n_app, h->raw_bytes - n_ids - h->n_app};
@@ -389,7 +389,7 @@ static int table_of_old(head *h, const char *name, k3_error *err) {
     return 0;
 }
 
-/* What of a header can be judged without a model, but for the table. */
+/* Check all of a header that can be checked without a model, except for the table. */
 static int head_parse(head *h, const uint8_t in[HEAD_BYTES], uint64_t size, const char *name,
                       k3_error *err) {
     head_field wide[N_WIDE], narrow[N_NARROW];
@@ -428,7 +428,7 @@ static int head_parse(head *h, const uint8_t in[HEAD_BYTES], uint64_t size, cons
     return h->file_bytes < get_u32(in + 12) ? head_senseless(name, err) : 0;
 }
 
-/* Header and table of an open file of `size` bytes. */
+/* Read header and table of an open file of `size` bytes. */
 static int head_read(head *h, int fd, uint64_t size, const char *name, k3_error *err) {
     uint8_t in[HEAD_BYTES], table[MAX_ENTRIES * ENTRY_BYTES];
     int rc = read_at(fd, in, sizeof in, 0, name, err);
@@ -442,7 +442,7 @@ static int head_read(head *h, int fd, uint64_t size, const char *name, k3_error 
     return table_parse(h, table, name, err);
 }
 
-/* Is it a state of this model? Says the first thing that differs. */
+/* Is it a state of this model? If not, the message says the first thing that differs. */
 static int head_match(const head *h, const head *own, const char *name, k3_error *err) {
     const struct {
         const char *what;
@@ -478,8 +478,8 @@ static int head_match(const head *h, const head *own, const char *name, k3_error
     return 0;
 }
 
-/* What there is to say when nobody knows whether the weights are those of the state; NULL: it is known
- * that they are. */
+/* The note for a state of which nobody knows whether its weights are this engine's; NULL: they are
+ * known to be. */
 static const char *head_unknown(const head *h, const head *own) {
     if (h->print.by_sums && own->print.by_sums) return NULL;
     if (h->stamp && h->stamp == own->stamp) return NULL;
@@ -488,7 +488,7 @@ static const char *head_unknown(const head *h, const head *own) {
     return "this run has no sums, and the files are not those it was made from";
 }
 
-/* Start a key; the ids follow. NULL: out of memory. */
+/* Begin to hash a key, to which the caller adds the ids. NULL: out of memory. */
 static XXH3_state_t *key_begin(const head *h) {
     XXH3_state_t *x = XXH3_createState();
     if (!x) return NULL;
@@ -517,9 +517,9 @@ static int key_of(const head *h, const uint32_t *ids, uint64_t n, uint64_t key[2
 
 /* ==== 3. Pieces ======================================================================
  *
- * A walk gives the pieces of a section in the file's order, the same to the one who writes and the
- * one who reads. A few pieces at a time are packed by as many threads, each in its own part of
- * the step's scratch; a piece never depends on another.
+ * A walk gives the pieces of a section in the file's order, the same when writing and when reading.
+ * Several pieces at a time are packed by as many threads, each in its own part of the step's scratch;
+ * no piece depends on another.
  */
 #define PIECE_HEAD 48
 #define PIECE_SUM 40
@@ -530,16 +530,16 @@ static int key_of(const head *h, const uint32_t *ids, uint64_t n, uint64_t key[2
 STATIC_ASSERT(sum_ends_the_piece_head, PIECE_SUM + 8 == PIECE_HEAD);
 
 typedef struct {
-    uint32_t section, array; /* by the section's number in the pieces */
+    uint32_t section, array; /* section: its number in the heads of pieces */
     uint64_t offset;
     uint32_t n, n_planes;
-    uint8_t *p; /* NULL: nobody wants it */
+    uint8_t *p; /* NULL: not wanted */
 } piece;
 
 typedef struct {
     const source *from;
     const section *of;
-    piece at; /* what comes next, but for n */
+    piece at; /* the next piece, except for its n */
 } walk;
 
 static walk walk_begin(const source *from, const section *of) {
@@ -569,7 +569,7 @@ typedef struct {
     ZSTD_CCtx *packer; /* one of the two, in CONTEXT_BYTES */
     ZSTD_DCtx *unpacker;
     piece piece;
-    uint64_t at, n_stored; /* in the file, with and without the piece's header */
+    uint64_t at, n_stored; /* at: in the file; n_stored: without the piece's header */
     int rc;
     k3_error err;
 } worker;
@@ -577,8 +577,8 @@ typedef struct {
 #define WORKER_BYTES (2 * PIECE_BYTES + 4096 + CONTEXT_BYTES)
 STATIC_ASSERT(room_suffices, K3_STATE_ROOM >= WORKER_BYTES);
 
-/* zstd for one direction in memory of ours. NULL if a zstd to come should need more of it: then
- * planes are stored as they are, and packed ones cannot be read. */
+/* Open zstd, to pack or to unpack, in memory of the caller's. NULL if a later zstd needs more than
+ * CONTEXT_BYTES: then planes are stored as they are, and packed ones cannot be read. */
 static ZSTD_CCtx *packer_open(void *context) {
     ZSTD_CCtx *z = ZSTD_initStaticCCtx(context, CONTEXT_BYTES);
     if (!z || ZSTD_isError(ZSTD_CCtx_setParameter(z, ZSTD_c_compressionLevel, ZSTD_LEVEL)) ||
@@ -587,7 +587,7 @@ static ZSTD_CCtx *packer_open(void *context) {
     return z;
 }
 
-/* As many as there are threads and room for, to pack or to unpack. */
+/* Make as many workers as there are threads and room for, to pack or to unpack. Returns how many. */
 static int workers_open(worker *w, uint8_t *room, uint64_t n_bytes, int n_threads, bool packs) {
     int n = 0;
     for (; n < MAX_WORKERS && n < 4 * n_threads && n_bytes >= WORKER_BYTES; n++) {
@@ -619,8 +619,8 @@ static void planes_join(uint8_t *out, const uint8_t *const plane[4], size_t n) {
                 a[i] | (uint32_t)b[i] << 8 | (uint32_t)c[i] << 16 | (uint32_t)d[i] << 24);
 }
 
-/* w->piece into w->stored, its header and all. Cannot fail: what zstd will not shrink is
- * stored as it is. */
+/* Pack w->piece into w->stored, its header included. Cannot fail: planes that zstd does not shrink are
+ * stored as they are. */
 static void piece_pack(worker *w) {
     const piece *p = &w->piece;
     uint32_t n_planes = p->n_planes, n = p->n / n_planes;
@@ -650,8 +650,8 @@ static void piece_pack(worker *w) {
                                  XXH3_64bits(head48, PIECE_SUM)));
 }
 
-/* Take a piece's header, already in w->stored, as that of w->piece: n_stored follows from it.
- * False when it is not one. */
+/* Read a piece's header, already in w->stored, as that of w->piece, and set n_stored from it. Returns
+ * false when it is no such header. */
 static bool piece_measure(worker *w) {
     const uint8_t *in = w->stored;
     const piece *p = &w->piece;
@@ -676,7 +676,7 @@ static int piece_damaged(const worker *w, const section *x, const char *name, k3
                 (unsigned long long)w->at);
 }
 
-/* Read what is stored of w->piece, check it, and unpack it to where it belongs. */
+/* Read the stored bytes of w->piece, check them, and unpack them to w->piece's memory. */
 static void piece_unpack(worker *w, int fd, const section *x, const char *name) {
     const piece *p = &w->piece;
     uint32_t n_planes = p->n_planes, n = p->n / n_planes;
@@ -707,8 +707,8 @@ static void piece_unpack(worker *w, int fd, const section *x, const char *name) 
 
 /* ==== 4. A whole state ===============================================================
  *
- * Reading and writing of a batch are spread over the workers as well: both are copies to and
- * from the page cache, and one core copies no faster than a good drive.
+ * The workers read and write, too: both are copies to and from the page cache, and one core copies no
+ * faster than a good drive.
  */
 
 typedef struct {
@@ -716,12 +716,12 @@ typedef struct {
     int n;
     int fd;
     const char *name;
-    const section *section; /* the one at work */
+    const section *section; /* that is being read or written */
     k3_pool *pool;
     k3_error *err;
 } crew;
 
-#define PIECE_NS 1000000 /* what a piece roughly takes one thread */
+#define PIECE_NS 1000000 /* roughly what one thread takes for a piece */
 
 static void crew_pack(void *ctx, size_t i, int i_thread) {
     crew *c = ctx;
@@ -742,7 +742,7 @@ static void crew_unpack(void *ctx, size_t i, int i_thread) {
     piece_unpack(&c->w[i], c->fd, c->section, c->name);
 }
 
-/* The step's scratch is the crew's until k3_state_end. */
+/* Make a crew. The step's scratch is its own until k3_state_end(). */
 static void crew_open(crew *c, k3_engine *e, bool packs, int fd, const char *name, k3_error *err) {
     uint64_t room;
     uint8_t *scratch = k3_state_begin(e, &room);
@@ -753,14 +753,14 @@ static void crew_open(crew *c, k3_engine *e, bool packs, int fd, const char *nam
     c->err = err;
 }
 
-/* What the first n workers met with. */
+/* The first error of the first n workers, or 0. */
 static int crew_status(const crew *c, int n) {
     for (int i = 0; i < n; i++)
         if (c->w[i].rc < 0) return fail(c->err, c->w[i].rc, "%s", c->w[i].err.text);
     return 0;
 }
 
-/* The drive begins now, not at the fsync. */
+/* Let the drive begin to write now, not at the fsync. */
 static void write_begin(int fd, uint64_t from, uint64_t n) {
 #ifdef SYNC_FILE_RANGE_WRITE
     if (n) sync_file_range(fd, (off_t)from, (off_t)n, SYNC_FILE_RANGE_WRITE);
@@ -769,7 +769,7 @@ static void write_begin(int fd, uint64_t from, uint64_t n) {
 #endif
 }
 
-/* One section, at the file's end so far. */
+/* Write one section at the end of the file. */
 static int section_write(crew *c, const source *from, head *h, section *x) {
     walk at = walk_begin(from, x);
     int rc = 0;
@@ -792,7 +792,7 @@ static int section_write(crew *c, const source *from, head *h, section *x) {
     return rc;
 }
 
-/* The table of a state to be, but for places and lengths. */
+/* Plan the table of a state, without places and lengths. */
 static void table_plan(head *h, const source *from) {
     h->n_sections = 0;
     for (int k = 0; k < N_SECTIONS; k++) {
@@ -809,15 +809,15 @@ static void table_plan(head *h, const source *from) {
     h->file_bytes = HEAD_BYTES + (uint64_t)h->n_sections * ENTRY_BYTES;
 }
 
-/* Section by section to `fd`, over what an earlier writer left there, then header and table, which make
- * it a state. `h` is that of the engine; what the writing finds out is filled in. */
+/* Write section by section to `fd`, over what an earlier writer left there, then header and table,
+ * which make it a state. `h` is that of the engine; places, lengths and sums are filled in. */
 static int state_write(k3_session *s, int fd, const char *name, const void *app, uint64_t n_app,
                        head *h, k3_error *err) {
     k3_engine *e = k3_session_engine(s);
     crew c;
     size_t n_ids;
     const uint32_t *ids = k3_session_ids(s, &n_ids);
-    const source from = {s, n_ids, n_app, (uint8_t *)app}; /* read only */
+    const source from = {s, n_ids, n_app, (uint8_t *)app}; /* only read through this pointer */
     k3_state_settle(s);
     h->n_pos = n_ids;
     h->n_app = n_app;
@@ -836,7 +836,7 @@ static int state_write(k3_session *s, int fd, const char *name, const void *app,
     return rc < 0 ? rc : write_at(fd, bytes, n, 0, name, err);
 }
 
-/* What was read so far of a state. */
+/* How far a state has been read. */
 typedef struct {
     uint64_t at, raw, n_pieces;
 } reading;
@@ -845,7 +845,7 @@ static int reading_misfit(const char *name, k3_error *err) {
     return fail(err, K3_ECHECK, "%s: damaged: header and sections do not fit together", name);
 }
 
-/* One section into where it belongs. */
+/* Read one section into the session's arrays, ids or the caller's bytes. */
 static int section_read(crew *c, const source *to, const section *x, reading *r) {
     walk next = walk_begin(to, x);
     int rc = 0;
@@ -869,7 +869,7 @@ static int section_read(crew *c, const source *to, const section *x, reading *r)
     return rc;
 }
 
-/* All sections that this program knows; the others are passed over. */
+/* Read all sections that this program knows, and skip the others. */
 static int sections_read(crew *c, const source *to, const head *h) {
     reading r = {.at = HEAD_BYTES};
     bool is_all = true;
@@ -888,7 +888,7 @@ static int sections_read(crew *c, const source *to, const head *h) {
     return rc;
 }
 
-/* The sections behind a header that matches, into a session that was reset. */
+/* Read the sections behind a header that matches, into a session that was reset. */
 static int state_read(k3_session *s, int fd, const char *name, const head *h, void *app,
                       k3_error *err) {
     k3_engine *e = k3_session_engine(s);
@@ -908,7 +908,7 @@ static int state_read(k3_session *s, int fd, const char *name, const head *h, vo
     return key[0] == h->key[0] && key[1] == h->key[1] ? 0 : reading_misfit(name, err);
 }
 
-/* Open a state and take its header. Returns a descriptor. */
+/* Open a state and read its header. Returns a descriptor. */
 static int state_open(const char *path, head *h, struct stat *st, k3_error *err) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK), rc = 0;
     if (fd < 0) return fail(err, K3_EIO, "%s: %s", path, strerror(errno));
@@ -923,7 +923,7 @@ static int state_open(const char *path, head *h, struct stat *st, k3_error *err)
     return rc;
 }
 
-/* Samples are all that was compared: whoever goes on from there should know. */
+/* Note that only samples of the weights were compared. */
 static void state_note_unknown(const k3_engine *e, const head *h, const head *own,
                                const char *path) {
     const char *why = head_unknown(h, own);
@@ -937,7 +937,7 @@ static void state_note_unknown(const k3_engine *e, const head *h, const head *ow
     k3_state_note(e, line);
 }
 
-/* Everything from an open file, all or nothing. *app is malloc'd when `app` is given. */
+/* Read a whole state from an open file, all or nothing. *app is malloc'd when `app` is given. */
 static int state_take(k3_session *s, int fd, const char *path, const head *h, void **app,
                       k3_error *err) {
     head own;
@@ -987,7 +987,8 @@ int k3_session_load(k3_session *s, const char *path, void **app, size_t *n_app, 
  */
 #define PATH_BYTES 4352
 
-/* Did a writer of ours leave this? Its header comes last, so it begins with ours or with zeros. */
+/* Has a writer of states left this file? A header is written last, so the file begins with one or with
+ * zeros. */
 static bool temp_is_ours(int fd) {
     uint8_t in[sizeof MAGIC] = {0};
     static const uint8_t zeros[sizeof MAGIC];
@@ -997,7 +998,7 @@ static bool temp_is_ours(int fd) {
            (memcmp(in, MAGIC, sizeof in) == 0 || memcmp(in, zeros, sizeof in) == 0);
 }
 
-/* As k3_temp_open, for a state. */
+/* k3_temp_open() for a state. */
 static int temp_open(const char *path, int *fd, k3_error *err) {
     int rc = k3_temp_open(path, K3_TEMP_PRIVATE, fd, err);
     if (rc != 0 || temp_is_ours(*fd)) return rc;
@@ -1019,13 +1020,13 @@ static int session_check(const k3_session *s, k3_error *err) {
     return 0;
 }
 
-/* The directory that `path` is in. */
+/* Write the name of the directory that `path` is in. */
 static void dir_of(const char *path, char dir[PATH_BYTES]) {
     const char *slash = strrchr(path, '/');
     snprintf(dir, PATH_BYTES, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
 }
 
-/* The directory's entry survives a power cut from here on. */
+/* fsync the directory, so that the file's new name survives a power cut. */
 static int dir_sync(const char *path, k3_error *err) {
     char dir[PATH_BYTES];
     dir_of(path, dir);
@@ -1037,8 +1038,8 @@ static int dir_sync(const char *path, k3_error *err) {
     return rc;
 }
 
-/* What is at `path` is another's, and the directory keeps names for their owners (/tmp)? Then the rename
- * at the end would fail. */
+/* Can a rename replace the file at `path`? Not where it is another user's and its directory lets only
+ * owners replace files (/tmp). */
 static int can_replace(const char *path, k3_error *err) {
     char dir[PATH_BYTES];
     struct stat st, d;
@@ -1050,7 +1051,7 @@ static int can_replace(const char *path, k3_error *err) {
                 (unsigned long)st.st_uid);
 }
 
-/* The temporary file beside `path`: a descriptor, or an error. */
+/* Make or take over the temporary file beside `path`. Returns a descriptor, or an error. */
 static int save_begin(const char *path, char temp[PATH_BYTES], k3_error *err) {
     struct stat st;
     if (path[0] == 0) return fail(err, K3_EUSAGE, "a state needs a file with a name");
@@ -1063,18 +1064,19 @@ static int save_begin(const char *path, char temp[PATH_BYTES], k3_error *err) {
     return rc != 0 ? K3_EIO : fd;
 }
 
-/* The most that a state of n_pos positions can take: nothing shrinks, and the caller's bytes are all there. */
+/* The most bytes that a state of n_pos positions can take: nothing shrinks, and the caller's bytes are
+ * as many as can be. */
 static uint64_t state_most_bytes(const k3_shape *sh, uint64_t n_pos) {
     uint64_t raw = sh->state_bytes + n_pos * (sh->pos_bytes + sizeof(uint32_t)) + K3_STATE_APP_MAX;
     uint64_t n_pieces = raw / PIECE_BYTES + N_SECTIONS + sh->n_layers;
     return HEAD_BYTES + N_SECTIONS * ENTRY_BYTES + raw + n_pieces * PIECE_HEAD;
 }
 
-/* Is there room for `need` bytes beside the open file? The one that will be replaced stays until then. */
+/* Is there room for `need` bytes beside the open file? The file that will be replaced stays until then. */
 static int room_check(const char *temp, const k3_shape *sh, uint64_t n_pos, k3_error *err) {
     struct statvfs fs;
     uint64_t need = state_most_bytes(sh, n_pos);
-    if (statvfs(temp, &fs) != 0 || fs.f_blocks == 0) return 0; /* this place does not say */
+    if (statvfs(temp, &fs) != 0 || fs.f_blocks == 0) return 0; /* the file system does not say */
     uint64_t there = (uint64_t)fs.f_bavail * (fs.f_frsize ? fs.f_frsize : fs.f_bsize);
     if (need <= there) return 0;
     return fail(err, K3_EIO,
@@ -1090,12 +1092,12 @@ int k3_state_can_save(const char *path, const k3_shape *shape, uint64_t n_pos, k
     free(real);
     if (fd < 0) return fd;
     int rc = shape ? room_check(temp, shape, n_pos, err) : 0;
-    if (fstat(fd, &st) == 0 && st.st_size == 0) unlink(temp); /* what somebody left may be wanted */
+    if (fstat(fd, &st) == 0 && st.st_size == 0) unlink(temp); /* bytes of an earlier writer may be wanted */
     close(fd);
     return rc;
 }
 
-/* `path` is resolved: what it links to is replaced, not the link. */
+/* Save to `path`, which is resolved: the file that a link leads to is replaced, not the link. */
 static int save_to(k3_session *s, const char *path, const void *app, size_t n_app, head *h,
                    k3_error *err) {
     char temp[PATH_BYTES];
@@ -1129,7 +1131,7 @@ int k3_session_save(k3_session *s, const char *path, const void *app, size_t n_a
 
 /* ==== 6. Without a model ============================================================= */
 
-/* One piece by its own header, into memory of the caller's. Arrays may not step back. */
+/* Check one piece by its own header, in memory of the caller's. Arrays must not go backwards. */
 static int check_piece(worker *w, int fd, const char *name, const section *x, uint64_t left,
                        k3_error *err) {
     uint8_t *in = w->stored;
@@ -1148,7 +1150,7 @@ static int check_piece(worker *w, int fd, const char *name, const section *x, ui
     return w->rc < 0 ? fail(err, w->rc, "%s", w->err.text) : 0;
 }
 
-/* One section, known or not: every byte of it is under a checksum. */
+/* Check one section, known or not: every byte of it is under a checksum. */
 static int check_section(worker *w, int fd, const char *name, const section *x, XXH3_state_t *key,
                          reading *r, k3_error *err) {
     uint64_t left = x->n_raw;
@@ -1228,7 +1230,7 @@ struct k3_cache {
     uint64_t max_bytes;
     head own;
     k3_cache_stats stats;
-    bool is_told; /* that entries do not fit */
+    bool is_told; /* whether it was noted that entries do not fit */
     bool is_told_unsure;
 };
 
@@ -1261,7 +1263,7 @@ static bool hex_u64(const char *s, uint64_t *out) {
     return true;
 }
 
-/* A name of ours? Exactly as entry_path writes it, with or without ".tmp". */
+/* Is this the name of an entry, exactly as entry_path() writes it, with or without ".tmp"? */
 static bool entry_parse(const char *name, entry *out, bool *is_temp) {
     size_t n = strspn(name, "0123456789");
     char again[128];
@@ -1286,7 +1288,7 @@ static int entry_add(entry_list *l, const entry *x, k3_error *err) {
     return 0;
 }
 
-/* The entries of a directory. With `cleans`, what killed writers left is removed. */
+/* List the entries of a directory. `cleans`: also remove what killed writers left. */
 static int cache_scan(const char *dir, bool cleans, entry_list *out, k3_error *err) {
     memset(out, 0, sizeof *out);
     DIR *d = opendir(dir);
@@ -1314,7 +1316,7 @@ static int cache_scan(const char *dir, bool cleans, entry_list *out, k3_error *e
 
 static int order(uint64_t a, uint64_t b) { return (a > b) - (a < b); }
 
-/* Least recently used first. */
+/* Order: least recently used first. */
 static int entry_by_use(const void *a, const void *b) {
     const entry *x = a, *y = b;
     int o = order(x->used_ns, y->used_ns);
@@ -1330,7 +1332,7 @@ static void entries_sort(entry_list *l, int (*by)(const void *, const void *)) {
     if (l->n) qsort(l->at, l->n, sizeof *l->at, by);
 }
 
-/* Remove the least recently used beyond max_bytes, never the entry `kept` (may be NULL). */
+/* Remove the least recently used entries beyond max_bytes, never the entry `kept` (may be NULL). */
 static int cache_evict(const char *dir, uint64_t max_bytes, const uint64_t *kept, uint64_t *n_gone,
                        uint64_t *bytes_gone, k3_error *err) {
     entry_list l;
@@ -1370,7 +1372,7 @@ int64_t k3_cache_list(const char *dir, k3_cache_fn fn, void *user, k3_error *err
         k3_error why = {{0}};
         if (entry_path(path, dir, l.at[i].n_pos, l.at[i].key, "") < 0) continue;
         int status = k3_state_check(path, false, &h, &why);
-        if (status == K3_EIO && access(path, F_OK) != 0) continue; /* evicted meanwhile */
+        if (status == K3_EIO && access(path, F_OK) != 0) continue; /* another process evicted it */
         rc = fn(user, path, &h, status, &why);
         n++;
     }
@@ -1378,7 +1380,7 @@ int64_t k3_cache_list(const char *dir, k3_cache_fn fn, void *user, k3_error *err
     return rc < 0 ? rc : n;
 }
 
-/* Could somebody else have put or changed it? NULL: no. */
+/* Could another user have written or changed it? NULL: no; else how. */
 static const char *foreign(const struct stat *st, char *text, size_t cap) {
     if (st->st_uid != geteuid())
         snprintf(text, cap, "belongs to user %lu", (unsigned long)st->st_uid);
@@ -1441,7 +1443,7 @@ static void cache_note(const k3_cache *c, const char *what, const k3_error *why)
     k3_state_note(c->e, line);
 }
 
-/* Said once: it would be said at every turn. */
+/* Note, once for each cache, that an entry does not fit. */
 static void cache_note_size(k3_cache *c, uint64_t n_bytes) {
     char line[160];
     if (c->is_told) return;
@@ -1452,8 +1454,8 @@ static void cache_note_size(k3_cache *c, uint64_t n_bytes) {
     k3_state_note(c->e, line);
 }
 
-/* Whether an entry with this engine's key is of exactly its weights: sums say so, or that nobody touched the
- * files since they were opened. */
+/* Is an entry with this engine's key sure to be of exactly its weights? Yes with sums, or when nobody
+ * touched the files since they were opened. */
 static bool cache_is_sure(k3_cache *c) {
     if (c->own.print.by_sums) return true;
     if (c->own.stamp && k3_state_stamp(c->e) == c->own.stamp) return true;
@@ -1465,7 +1467,7 @@ static bool cache_is_sure(k3_cache *c) {
     return false;
 }
 
-/* Mark the entries that are of a prefix of ids[0, n); the list is sorted by length after. */
+/* Mark the entries of a prefix of ids[0, n). The list is then sorted by length. */
 static int cache_match(const k3_cache *c, entry_list *l, const uint32_t *ids, size_t n,
                        k3_error *err) {
     XXH3_state_t *x = key_begin(&c->own);
@@ -1495,25 +1497,25 @@ static bool cache_is_unverified(const char *path) {
     return h.n_unverified > 0;
 }
 
-/* An entry that nobody else can have written. Its directory is this user's (k3_cache_open); it may not
+/* Can nobody else have written this entry? Its directory is this user's now (k3_cache_open) and may not
  * always have been. */
 static bool entry_is_ours(const char *path, k3_error *err) {
     struct stat st;
     char text[64];
-    if (lstat(path, &st) != 0) return true; /* gone: whoever opens it says so */
+    if (lstat(path, &st) != 0) return true; /* it is gone: opening it will say so */
     const char *fault = S_ISREG(st.st_mode) ? foreign(&st, text, sizeof text) : "no regular file";
     if (fault) fail(err, 0, "%s: %s", path, fault);
     return !fault;
 }
 
-/* An engine with audits does not go on from an unverified state. */
+/* Refuse an unverified state where the engine has audits. */
 static int cache_is_fit(const k3_cache *c, const char *path, k3_error *err) {
     if (!entry_is_ours(path, err)) return K3_EIO;
     if (!k3_state_has_audits(c->e) || !cache_is_unverified(path)) return 0;
     return fail(err, K3_EUSAGE, "%s: far boxes gave expert sums for it that nobody compared", path);
 }
 
-/* One entry into the session. 0: it is there; else what it was no good for. */
+/* Read one entry into the session. Returns 0, or why the entry cannot be used. */
 static int cache_take(k3_cache *c, k3_session *s, const entry *x, const uint32_t *ids) {
     char path[PATH_BYTES];
     k3_error why = {{0}};
@@ -1527,7 +1529,7 @@ static int cache_take(k3_cache *c, k3_session *s, const entry *x, const uint32_t
             rc = fail(&why, K3_ECHECK, "%s: not of the ids its name says", path);
     }
     if (rc == 0) {
-        utimensat(AT_FDCWD, path, NULL, 0); /* used now; a failure costs only its place in line */
+        utimensat(AT_FDCWD, path, NULL, 0); /* mark it as used now; if that fails only its age is wrong */
     } else if (access(path, F_OK) == 0) {   /* else another process evicted it */
         bool is_gone = rc == K3_ECHECK && unlink(path) == 0;
         cache_note(c, is_gone ? "; the cache entry was removed" : "; the cache entry was not used",
@@ -1564,13 +1566,13 @@ bool k3_cache_has(const k3_cache *c, const uint32_t *ids, size_t n) {
            cache_is_fit(c, path, NULL) == 0;
 }
 
-/* Write an entry and give it its name; *is_kept says whether it is there then. */
+/* Write an entry under a temporary name and rename it; *is_kept says whether the entry is there then. */
 static int cache_write(k3_cache *c, k3_session *s, const char *path, const char *temp,
                        bool *is_kept, k3_error *err) {
     head h = c->own;
     int fd, rc = temp_open(temp, &fd, err);
     *is_kept = false;
-    if (rc != 0) return rc > 0 ? 0 : rc; /* above 0: another process is writing the same */
+    if (rc != 0) return rc > 0 ? 0 : rc; /* above 0: another process is writing the same entry */
     rc = state_write(s, fd, temp, NULL, 0, &h, err);
     bool fits = h.file_bytes <= c->max_bytes;
     if (rc == 0 && fits) rc = k3_temp_rename(fd, temp, path, err);
@@ -1598,9 +1600,9 @@ int k3_cache_store(k3_cache *c, k3_session *s, k3_error *err) {
         return fail(err, K3_EUSAGE, "cache %.200s...: the name is too long", c->dir);
     if (entry_is_ours(path, NULL) && utimensat(AT_FDCWD, path, NULL, 0) == 0 &&
         (is_unverified || !cache_is_unverified(path)))
-        return 0; /* there, and used now; a verified state replaces an unverified one */
+        return 0; /* it is there and marked as used; a verified state replaces an unverified one */
     uint64_t raw = sh->state_bytes + n * sh->pos_bytes;
-    if (raw / 2 > c->max_bytes) { /* half of it is mantissas, which do not shrink */
+    if (raw / 2 > c->max_bytes) { /* half of a state is mantissas, which do not shrink */
         cache_note_size(c, raw);
         return 0;
     }

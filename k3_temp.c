@@ -10,7 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define TEMP_TRIES 100 /* its owner may rename it between open and lock: then the next one is tried */
+#define TEMP_TRIES 100 /* attempts: its owner may rename it between open and lock */
 enum { TEMP_TAKEN = 1, TEMP_AGAIN = 2 };
 
 /* Is the open file the one that now has this name? */
@@ -20,7 +20,7 @@ static bool temp_is_at(int fd, const char *path) {
            a.st_ino == b.st_ino;
 }
 
-/* Why a file that was found is not to be taken over; NULL: it may be. */
+/* Why a file that was there already must not be taken over; NULL: it may be. */
 static const char *temp_fault(const struct stat *st, unsigned mode, char *text, size_t cap) {
     if (!S_ISREG(st->st_mode)) return "no regular file";
     if (st->st_uid != geteuid())
@@ -35,7 +35,8 @@ static const char *temp_fault(const struct stat *st, unsigned mode, char *text, 
     return text;
 }
 
-/* What was opened, as far as it is to be had: 0, TEMP_TAKEN, TEMP_AGAIN, or K3_EIO. */
+/* Lock the file that was opened. Returns 0: it is this process's; TEMP_TAKEN: another process has the
+ * lock; TEMP_AGAIN: the name is another file's by now; K3_EIO: the file must not be taken over. */
 static int temp_take(int fd, const char *path, unsigned mode, bool is_new, k3_error *err) {
     struct stat st;
     char text[96];
@@ -51,7 +52,7 @@ static int temp_take(int fd, const char *path, unsigned mode, bool is_new, k3_er
         fail(err, 0, "%s: another process is writing it", path);
         return TEMP_TAKEN;
     }
-    if (is_new) return temp_is_at(fd, path) ? 0 : TEMP_AGAIN; /* safe without, see k3_temp.h */
+    if (is_new) return temp_is_at(fd, path) ? 0 : TEMP_AGAIN; /* safe without a lock, see k3_temp.h */
     return fail(err, K3_EIO,
                 "%s: was left by another process, or is being written: this place has no locks "
                 "to tell (%s); remove it if nobody writes it",
@@ -64,7 +65,7 @@ int k3_temp_open(const char *path, unsigned mode, int *fd, k3_error *err) {
         bool is_new = *fd >= 0;
         if (*fd < 0 && errno == EEXIST) {
             *fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-            if (*fd < 0 && errno == ENOENT) continue; /* renamed by its owner between the two */
+            if (*fd < 0 && errno == ENOENT) continue; /* its owner renamed it meanwhile */
             if (*fd < 0)
                 return fail(err, K3_EIO, "%s: is in the way: %s; move it, or name another place",
                             path, errno == ELOOP ? "it is a link" : strerror(errno));

@@ -200,7 +200,7 @@ static uint32_t vocab_find(const k3_tokenizer *t, const uint8_t *s, size_t n) {
     return n > t->max_rank_bytes ? NO_ID : *vocab_place(t, s, n);
 }
 
-/* Take the next `n` bytes of the blob, written there by the caller, as those of `id`. */
+/* Make the next `n` bytes of the blob, where the caller has written them, those of `id`. */
 static void vocab_take(k3_tokenizer *t, uint32_t id, size_t n) {
     t->off[id] = (uint32_t)t->blob_bytes;
     t->len[id] = (uint16_t)n;
@@ -445,7 +445,7 @@ done:
     return rc;
 }
 
-/* Order of spelling; a name comes before those it begins. */
+/* Compare two spellings; a name comes before those it begins. */
 static int special_compare(const k3_tokenizer *t, uint32_t a, uint32_t b) {
     uint16_t n = t->len[a] < t->len[b] ? t->len[a] : t->len[b];
     int order = memcmp(t->blob + t->off[a], t->blob + t->off[b], n);
@@ -700,7 +700,7 @@ static uint64_t heap_pop(k3_tokenizer *t) {
     return top;
 }
 
-/* Look up the pair that starts at `i` and queue it. */
+/* Look up the pair of tokens that starts at `i`, and queue it if it has a rank. */
 static void bpe_pair(k3_tokenizer *t, const uint8_t *s, size_t n, uint32_t i) {
     bpe_node *a = &t->node[i];
     a->pair = a->next == n ? NO_ID : vocab_find(t, s + i, t->node[a->next].next - i);
@@ -757,7 +757,7 @@ static int bpe_merge(k3_tokenizer *t, const uint8_t *s, size_t n, k3_error *err)
 
 typedef struct {
     uint32_t *ids;
-    size_t cap, n; /* n counts on past cap */
+    size_t cap, n; /* n goes on counting past cap */
 } id_sink;
 
 static void sink_put(id_sink *out, uint32_t id) {
@@ -766,7 +766,7 @@ static void sink_put(id_sink *out, uint32_t id) {
     out->n++;
 }
 
-/* Valid text without specials. */
+/* Encode valid text in which no special counts. */
 static int encode_plain(k3_tokenizer *t, const uint8_t *s, size_t n, id_sink *out, k3_error *err) {
     for (size_t at = 0, end; at < n; at = end) {
         end = pretok_next(s, n, at);
@@ -784,7 +784,7 @@ static int encode_plain(k3_tokenizer *t, const uint8_t *s, size_t n, id_sink *ou
     return K3_OK;
 }
 
-/* One part: plain text, with specials between when `mode` asks for them. */
+/* Encode one part: plain text, with specials between when `mode` asks for them. */
 static int encode_part(k3_tokenizer *t, const uint8_t *s, size_t n, k3_text_mode mode,
                        id_sink *out, k3_error *err) {
     size_t at = 0;
@@ -890,7 +890,7 @@ done:
     return rc;
 }
 
-/* A tokenizer from the contents of the two files; `config` is NULL when absent. */
+/* Make a tokenizer from the contents of the two files; `config` is NULL when absent. */
 static int tokenizer_build(k3_tokenizer **out, const char *ranks, size_t n_ranks_bytes,
                            const char *config, size_t n_config_bytes, k3_error *err) {
     *out = NULL;

@@ -14,8 +14,8 @@ extern "C" {
 
 typedef struct k3_tokenizer k3_tokenizer;
 
-/* Read tiktoken.model and, when present, the special names of tokenizer_config.json
- * (else the built-in K3 names, after the last rank). */
+/* Read tiktoken.model and, where there is one, the special names of tokenizer_config.json; without one
+ * specials have the built-in names of K3, after the last rank. */
 int k3_tokenizer_open(k3_tokenizer **out, const char *model_dir, k3_error *err);
 void k3_tokenizer_close(k3_tokenizer *t);
 uint32_t k3_tokenizer_size(const k3_tokenizer *t); /* ranks plus specials */
@@ -25,9 +25,9 @@ typedef enum {
     K3_CONTROL /* special spellings become their ids      */
 } k3_text_mode;
 
-/* Encode any bytes, one call at a time of each tokenizer (invalid UTF-8 is encoded byte by byte). Returns the number of ids,
- * writing at most `cap` of them; call with cap 0 to size a buffer, or pass one id per
- * byte, which always suffices. */
+/* Encode any bytes; invalid UTF-8 is encoded byte by byte. One thread at a time for each tokenizer.
+ * Returns the number of ids and writes at most `cap` of them: call with cap 0 to size a buffer, or pass
+ * one id per byte, which always suffices. */
 int64_t k3_encode(k3_tokenizer *t, const char *text, size_t n_bytes, k3_text_mode mode,
                   uint32_t *ids, size_t cap, k3_error *err);
 

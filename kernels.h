@@ -93,8 +93,8 @@ K3_INLINE float k3_sigmoid(float x) {
     return (x < 0.0f ? t : 1.0f) / (1.0f + t);
 }
 
-/* tanh to 1.4 ulp: odd polynomial below 0.625, 1 - 2 / (e^2a + 1) above. Both sides
- * are computed so that the loop vectorises. */
+/* tanh to 1.4 ulp: odd polynomial below 0.625, 1 - 2 / (e^2a + 1) above. Both are computed for
+ * every x, so that the loop vectorises. */
 K3_INLINE float k3_tanh(float x) {
     float a = fabsf(x);
     float s = a * a;
@@ -117,8 +117,8 @@ K3_INLINE float k3_situ(float g, float u, float b1, float b2) {
     return h * v;
 }
 
-/* One expert term in steps of 2^-40 (NUMERICS 5). The caller has checked |t| < 2^17, so
- * the product is exact and fits; llrintf rounds it to nearest even. */
+/* One expert term in steps of 2^-40 (NUMERICS 5). The caller has checked |t| < 2^17, so the product
+ * is exact and fits an int64; llrintf rounds it to nearest even. */
 K3_INLINE int64_t k3_q40(float t) {
 #ifdef __CUDA_ARCH__
     return __float2ll_rn(t * 0x1p40f);
@@ -157,7 +157,8 @@ K3_INLINE float k3_e8m0(uint8_t code) {
 #define K3_GROUP  32
 #define K3_XBLOCK 8
 
-/* Rows that a kernel keeps in flight divide this one: pieces of work are multiples of it. */
+/* A multiple of the number of rows that any kernel computes at a time. Callers cut work into
+ * multiples of it, so that only the last piece of a matrix ends inside a tile. */
 #define K3_KERNEL_ROWS 6
 
 static inline size_t k3_pad(size_t n) { return (n + (K3_GROUP - 1)) & ~(size_t)(K3_GROUP - 1); }
@@ -174,7 +175,7 @@ static inline size_t k3_xp_lane(size_t k) { return (k & 1) * 16 + (k >> 1); }
 
 typedef struct k3_kernels {
     const char *name;
-    bool (*is_supported)(void); /* does this CPU have what the table needs */
+    bool (*is_supported)(void); /* can this CPU run these kernels */
 
     /* Inner products, NUMERICS 2. One call is one thread's rows.
      *
@@ -244,9 +245,10 @@ typedef struct k3_kernels {
 
     bool (*is_finite)(const float *x, size_t n);
 
-    /* For `k3 bench`: stream `n_bytes` (a multiple of 4096, 64-byte aligned) through full-width
-     * loads, and run n independent full-width FMA rounds. Both return something that depends
-     * on all of it; peak_fma writes the flops done. */
+    /* For `k3 bench`. read_stream reads `n_bytes` (a multiple of 4096, 64-byte aligned) with loads
+     * of the set's full width. peak_fma runs n independent rounds of full-width FMAs and writes the
+     * floating-point operations done to *flops. Both return a value that depends on all of the
+     * work, so that the compiler leaves none out. */
     uint64_t (*read_stream)(const void *p, size_t n_bytes);
     float (*peak_fma)(uint64_t n, uint64_t *flops);
 } k3_kernels;
@@ -336,7 +338,7 @@ static void ew_kda_decay(float *y, const float *f, const float *dt_bias, float A
         y[i] = k3_exp(lower_bound * k3_sigmoid(A * (f[i] + dt_bias[i])));
 }
 
-/* The check runs first over all terms, so that the sum itself has no branch. */
+/* All terms are checked first, so that the loop that adds them has no branch. */
 static size_t ew_add_q40(int64_t *q, const float *y, float w, size_t n) {
     int n_bad = 0;
     for (size_t i = 0; i < n; i++) n_bad += !(fabsf(w * y[i]) < 0x1p17f);
@@ -353,7 +355,7 @@ static void ew_q40_f32(float *y, const int64_t *q, size_t n) {
     for (size_t i = 0; i < n; i++) {
         int64_t whole = q[i];
 #if defined(__clang__) && defined(__aarch64__)
-        __asm__("" : "+r"(whole)); /* before LLVM 21 the vector form rounds twice, through f64 */
+        __asm__("" : "+r"(whole)); /* LLVM before 21 would go through f64 here, and round twice */
 #endif
         y[i] = (float)whole * 0x1p-40f;
     }

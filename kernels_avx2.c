@@ -2,52 +2,51 @@
  *
  * The 16 accumulators of one dot16 (NUMERICS 2) are two ymm. What shapes the code:
  *
- *   batch 1   Memory sets the pace: several rows in flight to hide the latency of the chain,
- *             and software prefetch that walks linearly ahead, because the hardware
- *             prefetchers see many short streams that stop at every page.
+ *   batch 1   Memory sets the pace. Several rows are computed at a time, because one row alone
+ *             waits for each fused multiply-add; and software prefetch walks linearly ahead,
+ *             because the hardware prefetchers see many short streams that stop at every page.
  *   MXFP4     There is no 16-entry float lookup, but every weight, scale included, is
  *             exact in bf16, and a bf16 is two bytes: two `vpshufb` in byte tables (one
- *             pair per scale code, 8 KiB in all) look up 32 weights. The nibbles are put in
- *             such an order before that two bf16 lie in each 32-bit word, of lanes j and
- *             8 + j: a mask and a shift widen them, each eight lanes in a row.
- *   2 to 4    Decoded in registers once for all vectors; 1024 columns of x stay in L1 while
- *             24 rows pass.
+ *             pair per scale code, 8 KiB in all) look up 32 weights. The nibbles are shuffled
+ *             first, so that each 32-bit word receives the two bf16 of lanes j and 8 + j. A mask
+ *             widens one and a shift the other, eight neighbouring lanes at a time.
+ *   2 to 4    Each weight is decoded in registers, once for all vectors; 1024 columns of x stay
+ *             in L1 while 24 rows pass.
  *   more      Rows are widened once into a small f32 panel on the stack that stays in L1,
  *             and a register tile of 3 rows x 2 vectors (12 accumulators, 2 x, 1 weight)
- *             runs over it. Accumulators rest in memory between panels. */
+ *             runs over it. Accumulators wait in memory between panels. */
 #define K3_KERNELS_ELEMENTWISE
 #include "k3_common.h"
 #include "kernels.h"
 
-/* Register tiles over a panel: most rows and vectors, and all numbers of rows there are. */
+/* The register tile over a panel: its most rows and vectors, and every number of rows that it is
+ * compiled for. */
 #define TILE_ROWS         3
 #define TILE_VECS         2
 #define EACH_TILE_ROWS(M) M(3) M(2) M(1)
 
-/* Vectors, and rows in flight with them: at most 12 accumulators in 16 registers. From five vectors
- * on the panel is no slower. */
+/* M(V, R): for V vectors R rows at a time. Each pair has two accumulators, and at most 12 fit in
+ * the 16 registers beside x and weights. From five vectors on the panel is as fast. */
 #define FEW_VECS          4
 #define FEW_GROUPS_BF16   32 /* 1024 columns */
 #define FEW_GROUPS_MXFP4  32
 #define EACH_FEW(M)       M(2, 3) M(3, 2) M(4, 1)
 
-/* Vectors of a chain and ymm of columns. */
+/* M(T, J): tiles of a chain, T vectors and J ymm of columns. */
 #define EACH_CHAIN_TILE(M) M(4, 2) M(1, 8)
 
 #include "kernels_panel.h"
 
 /* ---- Fold, and the MXFP4 tables ---------------------------------------------------- */
 
-/* The fold of dot16, lanes 0..7 in `lo`: lanes 8, 4, 2, 1 apart, then + (+0). */
+/* The fold of dot16, with lanes 0..7 in `lo` and 8..15 in `hi`: add those that are 8, 4, 2, 1
+ * apart, then +0. */
 TILE float fold(__m256 lo, __m256 hi) {
-    __m256 s8 = _mm256_add_ps(lo, hi);
-    __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-    __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
-    __m128 s1 = _mm_add_ss(s2, _mm_movehdup_ps(s2));
-    return _mm_cvtss_f32(s1) + 0.0f;
+    return fold_eight(_mm256_add_ps(lo, hi));
 }
 
-/* bf16 bits of the E2M1 magnitudes times 2^(c-127). Only codes 0 and 1 meet subnormals. */
+/* The bf16 bits of each E2M1 magnitude (M05: 0.5, to M60: 6.0) times 2^(c-127). Only scale codes 0
+ * and 1 give subnormals. */
 #define M05(c) ((c) > 1 ? ((c) - 1u) * 0x80u : (c) ? 0x40u : 0x20u)
 #define M10(c) ((c) ? (c) * 0x80u : 0x40u)
 #define M15(c) ((c) ? (c) * 0x80u + 0x40u : 0x60u)
@@ -64,8 +63,8 @@ TILE float fold(__m256 lo, __m256 hi) {
     s, s | HI(M05(c)), s | HI(M10(c)), s | HI(M15(c)), s | HI(M20(c)), s | HI(M30(c)),      \
         s | HI(M40(c)), s | HI(M60(c))
 #define CODE(c)   { LO8(c), LO8(c), HI8(c, 0), HI8(c, NEG) }
-/* mxfp4_table[code]: the low bytes of the 16 nibbles' bf16, then the high bytes. Rows
- * 253..255 never meet a checked model; they only keep any byte inside the table. */
+/* mxfp4_table[code]: the low bytes of the bf16 of all 16 nibbles, then the high bytes. A checked
+ * model has no codes 253..255; with their rows a lookup of any byte stays inside the table. */
 static const uint8_t mxfp4_table[256][32] __attribute__((aligned(64))) = {
     CODE64(0u), CODE64(64u), CODE64(128u), CODE64(192u)};
 
@@ -78,10 +77,11 @@ TILE __m256 bf16_odd(__m256i w) {
 }
 TILE __m256i load32(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 
-/* 16 bytes of nibbles to 16 words for evens and for odds: word j has the bf16 of lane j in its
- * high half and of lane 8 + j in its low half. The first shuffle brings the bytes of lanes 0..3
- * and 8..11 to the low half of the ymm, of 4..7 and 12..15 to the high half, alternating, twice:
- * once for the low and once for the high nibbles. */
+/* Decode 16 bytes of nibbles. Word j of `even` holds two bf16 of the even columns, that of lane j
+ * in its high half and that of lane 8 + j in its low half; `odd` holds the odd columns in the same
+ * way. The first shuffle brings the bytes of lanes 0..3 and 8..11 to the low half of the ymm and
+ * those of 4..7 and 12..15 to the high half, alternating, and twice: once for the low nibbles and
+ * once for the high ones. */
 typedef struct {
     __m256i even, odd;
 } pairs;
@@ -100,8 +100,8 @@ TILE pairs mxfp4_pairs(const uint8_t *q, uint8_t code) {
 
 /* ---- One vector ------------------------------------------------------------------ */
 
-/* Between rows of a block: clang otherwise shares the loads of x between rows, and spills weights
- * for it. gcc does not, and is only disturbed by it. */
+/* Stands between the rows of a block. clang otherwise keeps x in registers from one row to the next
+ * and spills weights for that. gcc does not, and the asm only hinders it. */
 #ifdef __clang__
 #define NEXT_ROW(R) \
     if ((R) > 1) __asm__ volatile("" ::: "memory")
@@ -109,14 +109,14 @@ TILE pairs mxfp4_pairs(const uint8_t *q, uint8_t code) {
 #define NEXT_ROW(R) (void)(R)
 #endif
 
-/* acc[vector][half]: lanes 0..7 of a row's dot16 in half 0, 8..15 in half 1. This is eight weights
- * of the row times those places of V vectors. */
+/* acc[t][half] += w * x[t] for V vectors: eight weights of one row, and from each vector the eight
+ * floats that they meet. acc[t][0] holds lanes 0..7 of the row's dot16, acc[t][1] lanes 8..15. */
 TILE void add(const int V, __m256 acc[][2], const int half, __m256 w, const float *x) {
     UNROLL for (int t = 0; t < V; t++)
         acc[t][half] = _mm256_fmadd_ps(w, _mm256_load_ps(x + t * K3_GROUP), acc[t][half]);
 }
 
-/* One group of bf16 of one row. */
+/* Add the products of one group of bf16 of one row, at p, for V vectors. */
 TILE void bf16_group(const int V, __m256 acc[][2], const uint16_t *p, const float *x) {
     __m256i v0 = load32(p), v1 = load32(p + 16);
     add(V, acc, 0, bf16_even(v0), x);
@@ -125,9 +125,10 @@ TILE void bf16_group(const int V, __m256 acc[][2], const uint16_t *p, const floa
     add(V, acc, 1, bf16_odd(v1), x + 24);
 }
 
-#define BF16_AHEAD 1024 /* bytes of one row to ask for in advance */
+#define BF16_AHEAD 1024 /* how many bytes ahead a row is prefetched */
 
-/* R rows of bf16 against one vector. The last, short group is copied to a padded one. */
+/* y[r] = dot16(W[r], x) for R rows of bf16. A last group of fewer than 32 is copied and padded with
+ * +0. */
 TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t n,
                     const float *x) {
     __m256 acc[4][1][2];
@@ -148,14 +149,7 @@ TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t
     UNROLL for (int r = 0; r < R; r++) y[r] = fold(acc[r][0][0], acc[r][0][1]);
 }
 
-static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
-                        const float *x) {
-    size_t r = 0;
-    for (; r + 4 <= n_rows; r += 4) bf16_rows(4, y + r, w + r * ldw, ldw, n, x);
-    for (; r < n_rows; r++) bf16_rows(1, y + r, w + r * ldw, ldw, n, x);
-}
-
-/* One group of MXFP4 of one row. */
+/* The same for one group of MXFP4. */
 TILE void mxfp4_group(const int V, __m256 acc[][2], const uint8_t *q, uint8_t code,
                       const float *x) {
     pairs w = mxfp4_pairs(q, code);
@@ -165,9 +159,9 @@ TILE void mxfp4_group(const int V, __m256 acc[][2], const uint8_t *q, uint8_t co
     add(V, acc, 1, bf16_even(w.odd), x + 24);
 }
 
-/* R rows of MXFP4, 1 or 4, against one vector. While a block of rows is read, the next one is
- * asked for line by line into L1, and what follows 8 KiB later into L2: the L1 requests alone
- * would wait for memory, and there are few slots to wait in. */
+/* y[r] = dot16(W[r], x) for R rows of MXFP4; R is 1 or 4. While a block of rows is read, the next
+ * block is prefetched line by line into L1, and what lies 8 KiB further on into L2. Prefetches into
+ * L1 alone would each wait for memory, and a core has few slots for loads that wait. */
 TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, size_t n,
                      const float *x) {
     const size_t n_group = n / K3_GROUP, row = n / 2;
@@ -188,23 +182,10 @@ TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, 
     UNROLL for (int r = 0; r < R; r++) y[r] = fold(acc[r][0][0], acc[r][0][1]);
 }
 
-/* Out of line, so that the loop has the registers to itself. */
-static __attribute__((noinline)) void mxfp4_rows4(float *y, const uint8_t *q, const uint8_t *s,
-                                                  size_t n, const float *x) {
-    mxfp4_rows(4, y, q, s, n, x);
-}
-
-static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
-                         const float *x) {
-    size_t r = 0, n_group = n / K3_GROUP, row = n / 2;
-    for (; r + 4 <= n_rows; r += 4) mxfp4_rows4(y + r, q + r * row, s + r * n_group, n, x);
-    for (; r < n_rows; r++) mxfp4_rows(1, y + r, q + r * row, s + r * n_group, n, x);
-}
-
 /* ---- Few vectors ------------------------------------------------------------------ */
 
-/* R rows of bf16 from p->row on, one part. The short group, where a row ends in one, is copied
- * to a padded one. */
+/* acc += W x over part p, for R rows of bf16 from p->row on. A row's last group of fewer than 32 is
+ * copied and padded with +0. */
 TILE void few_bf16_rows(const int R, const int V, __m256 acc[4][4][2], const few_part *p,
                         const float *x) {
     const size_t ldw = p->m->ldw, left = p->m->n - p->g0 * K3_GROUP;
@@ -224,7 +205,7 @@ TILE void few_bf16_rows(const int R, const int V, __m256 acc[4][4][2], const few
         }
 }
 
-/* The same of MXFP4; four groups of a row are a line of memory. */
+/* The same for MXFP4. Four groups of a row are one cache line, so every fourth group is prefetched. */
 TILE void few_mxfp4_rows(const int R, const int V, __m256 acc[4][4][2], const few_part *p,
                          const float *x) {
     const size_t n = p->m->n, row = n / 2, s_row = n / K3_GROUP;
@@ -246,7 +227,7 @@ TILE void few_mxfp4_rows(const int R, const int V, __m256 acc[4][4][2], const fe
     }
 }
 
-/* R rows of either kind, from p->row on, against V vectors. */
+/* Load the accumulators of R rows and V vectors, add part p, store them. */
 TILE void few_rows(const enum kind kind, const int R, const int V, float *acc, const few_part *p,
                    const float *x) {
     __m256 a[4][4][2];
@@ -491,11 +472,11 @@ static uint64_t avx2_read_stream(const void *p, size_t n_bytes) {
     return lane[0] + lane[1] + lane[2] + lane[3];
 }
 
-/* 12 chains: two FMA ports x 4 or 5 cycles, and the registers to hold them. */
+/* 12 independent chains: two FMA ports of 4 or 5 cycles need 8 to 10, and 12 fit in the registers. */
 static float avx2_peak_fma(uint64_t n, uint64_t *flops) {
     const __m256 m = _mm256_set1_ps(0.5f), c = _mm256_set1_ps(1.0f);
     __m256 a[12];
-    for (int j = 0; j < 12; j++) a[j] = _mm256_set1_ps((float)(j + 3)); /* 2 is a fixed point */
+    for (int j = 0; j < 12; j++) a[j] = _mm256_set1_ps((float)(j + 3)); /* not 2: 2 stays 2 */
     for (uint64_t i = 0; i < n; i++)
         for (int j = 0; j < 12; j++) a[j] = _mm256_fmadd_ps(a[j], m, c);
     for (int j = 1; j < 12; j++) a[0] = _mm256_add_ps(a[0], a[j]);

@@ -1,10 +1,10 @@
 /* kernels_avx512.c - the kernel table for AVX-512 (F, BW, DQ, VL), bits as in kernels.h.
  *
- * One zmm is the 16 accumulators of one dot16 (NUMERICS 2), so every kernel here is the
- * reference loop with "for l in 0..15" turned into one instruction. What is left is speed:
+ * One zmm is the 16 accumulators of one dot16 (NUMERICS 2), so every kernel here is the reference
+ * loop with "for l in 0..15" turned into one instruction. The rest of the code is there for speed:
  *
  *   batch 1   The weights are read once and never again, so memory sets the pace. Several
- *             rows are in flight, because one row alone waits 4 cycles for each fused
+ *             rows are computed at a time, because one row alone waits 4 cycles for each fused
  *             multiply-add, and software prefetch walks linearly ahead of them: row
  *             blocks are contiguous, but the hardware prefetchers see many short streams
  *             that stop at every page.
@@ -13,44 +13,43 @@
  *             `vpermps` in a table of 16 floats that already has the scale in it: one
  *             table per scale code, 16 KiB, of which a model touches a few lines. No
  *             multiplication by the scale, and code 0 (subnormal) needs no special case.
- *   2 to 8    Decoded in registers once for all vectors, in up to 24 accumulators. Where bf16
- *             rows are read, 1024 columns of x stay in L1 while 24 rows pass.
+ *   2 to 8    Each weight is decoded in registers, once for all vectors, in up to 24
+ *             accumulators. Of bf16, 1024 columns of x stay in L1 while 24 rows pass.
  *   more      Rows are widened once into a small f32 panel on the stack that stays in L1,
  *             and a register tile of 6 rows x 4 vectors (24 accumulators, 6 weights, one
  *             x) runs over it. Six rows, so that x, which comes from L2, is read once
- *             per six rows. Accumulators rest in memory between panels. */
+ *             per six rows. Accumulators wait in memory between panels. */
 #define K3_KERNELS_ELEMENTWISE
 #include "k3_common.h"
 #include "kernels.h"
 
-/* Register tiles over a panel: most rows and vectors, and all numbers of rows there are. */
+/* The register tile over a panel: its most rows and vectors, and every number of rows that it is
+ * compiled for. */
 #define TILE_ROWS         6
 #define TILE_VECS         4
 #define EACH_TILE_ROWS(M) M(6) M(4) M(2) M(1)
 
-/* Vectors, and rows in flight with them: at most 24 accumulators. */
+/* M(V, R): for V vectors R rows at a time. Each pair has one accumulator, and at most 24 fit in the
+ * 32 registers beside x and weights. */
 #define FEW_VECS          8
 #define FEW_GROUPS_BF16   32 /* 1024 columns */
 #define FEW_GROUPS_MXFP4  SIZE_MAX
 #define EACH_FEW(M)       M(2, 4) M(3, 4) M(4, 4) M(5, 4) M(6, 4) M(7, 3) M(8, 3)
 
-/* Vectors of a chain and zmm of columns. */
+/* M(T, J): tiles of a chain, T vectors and J zmm of columns. */
 #define EACH_CHAIN_TILE(M) M(8, 3) M(4, 4) M(1, 8)
 
 #include "kernels_panel.h"
 
 /* ---- Fold, and the MXFP4 tables ---------------------------------------------------- */
 
-/* The fold of dot16: lanes 8, 4, 2, 1 apart, then + (+0). */
+/* The fold of dot16: add lanes that are 8, 4, 2, 1 apart, then +0. */
 TILE float fold(__m512 acc) {
-    __m256 s8 = _mm256_add_ps(_mm512_castps512_ps256(acc), _mm512_extractf32x8_ps(acc, 1));
-    __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-    __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
-    __m128 s1 = _mm_add_ss(s2, _mm_movehdup_ps(s2));
-    return _mm_cvtss_f32(s1) + 0.0f;
+    return fold_eight(_mm256_add_ps(_mm512_castps512_ps256(acc), _mm512_extractf32x8_ps(acc, 1)));
 }
 
-/* f32 bits of the E2M1 magnitudes times 2^(c-127). Only codes 0 and 1 meet subnormals. */
+/* The f32 bits of each E2M1 magnitude (M05: 0.5, to M60: 6.0) times 2^(c-127). Only scale codes 0
+ * and 1 give subnormals. */
 #define M05(c) ((c) > 1 ? ((c) - 1u) << 23 : (c) ? 0x00400000u : 0x00200000u)
 #define M10(c) ((c) ? (c) * 0x00800000u : 0x00400000u)
 #define M15(c) ((c) ? (c) * 0x00800000u + 0x00400000u : 0x00600000u)
@@ -62,8 +61,8 @@ TILE float fold(__m512 acc) {
 #define CODE(c)                                                                              \
     { 0, M05(c), M10(c), M15(c), M20(c), M30(c), M40(c), M60(c), NEG, NEG | M05(c),          \
       NEG | M10(c), NEG | M15(c), NEG | M20(c), NEG | M30(c), NEG | M40(c), NEG | M60(c) }
-/* mxfp4_table[code][nibble]. Rows 253..255 never meet a checked model; they only keep any
- * byte inside the table. */
+/* mxfp4_table[code][nibble]: the weight's f32. A checked model has no codes 253..255; with their
+ * rows a lookup of any byte stays inside the table. */
 static const uint32_t mxfp4_table[256][16] __attribute__((aligned(64))) = {
     CODE64(0u), CODE64(64u), CODE64(128u), CODE64(192u)};
 
@@ -75,11 +74,12 @@ TILE __m512 bf16_odd(__m512i w) {
     return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)));
 }
 
-/* Bytes of one row to ask for in advance: into L1, and before that into L2. */
+/* How many bytes ahead a row is prefetched: into L2 first, later into L1. */
 #define BF16_AHEAD_L1 768
 #define BF16_AHEAD_L2 2048
 
-/* R rows of bf16 against one vector. */
+/* y[r] = dot16(W[r], x) for R rows of bf16. Of a last group of fewer than 32 only that many are
+ * loaded. */
 TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t n,
                     const float *x) {
     __m512 acc[8];
@@ -108,13 +108,6 @@ TILE void bf16_rows(const int R, float *y, const uint16_t *w, size_t ldw, size_t
     for (int r = 0; r < R; r++) y[r] = fold(acc[r]);
 }
 
-static void matvec_bf16(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
-                        const float *x) {
-    size_t r = 0;
-    for (; r + 4 <= n_rows; r += 4) bf16_rows(4, y + r, w + r * ldw, ldw, n, x);
-    for (; r < n_rows; r++) bf16_rows(1, y + r, w + r * ldw, ldw, n, x);
-}
-
 /* Lane 4i + j of the MXFP4 batch-1 accumulators is lane 4j + i of dot16: quarter i of the
  * zmm has byte i of each 32-bit word in its low bits. A transpose is its own inverse, so
  * the same permutation takes x there and the sums back. */
@@ -123,7 +116,7 @@ TILE __m512 transpose_lanes(__m512 v) {
     return _mm512_permutexvar_ps(idx, v);
 }
 
-/* One row, one group: decode 32 weights and add them to the row's accumulators. */
+/* Decode the 32 weights of one group of one row and add their products to the row's accumulators. */
 TILE __m512 mxfp4_group(__m512 acc, const uint8_t *q, uint8_t code, __m512 even, __m512 odd,
                         __m512i low, __m512i high) {
     __m512i v = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)q));
@@ -132,9 +125,9 @@ TILE __m512 mxfp4_group(__m512 acc, const uint8_t *q, uint8_t code, __m512 even,
     return _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srlv_epi32(v, high), table), odd, acc);
 }
 
-/* R rows of MXFP4, 1 or 4, against one vector. While a block of rows is read, the next one is
- * asked for line by line into L1, and what follows 8 KiB later into L2: the L1 requests alone
- * would wait for memory, and there are few slots to wait in. */
+/* y[r] = dot16(W[r], x) for R rows of MXFP4; R is 1 or 4. While a block of rows is read, the next
+ * block is prefetched line by line into L1, and what lies 8 KiB further on into L2. Prefetches into
+ * L1 alone would each wait for memory, and a core has few slots for loads that wait. */
 TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, size_t n,
                      const float *x) {
     const __m512i low = _mm512_setr_epi32(0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24);
@@ -162,22 +155,10 @@ TILE void mxfp4_rows(const int R, float *y, const uint8_t *q, const uint8_t *s, 
     for (int r = 0; r < R; r++) y[r] = fold(transpose_lanes(acc[r]));
 }
 
-/* Out of line, so that the loop has the registers to itself. */
-static __attribute__((noinline)) void mxfp4_rows4(float *y, const uint8_t *q, const uint8_t *s,
-                                                  size_t n, const float *x) {
-    mxfp4_rows(4, y, q, s, n, x);
-}
-
-static void matvec_mxfp4(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
-                         const float *x) {
-    size_t r = 0, n_group = n / K3_GROUP, row = n / 2;
-    for (; r + 4 <= n_rows; r += 4) mxfp4_rows4(y + r, q + r * row, s + r * n_group, n, x);
-    for (; r < n_rows; r++) mxfp4_rows(1, y + r, q + r * row, s + r * n_group, n, x);
-}
-
 /* ---- Few vectors ------------------------------------------------------------------ */
 
-/* One half of a group, evens or odds: acc[r][t] += w[r] * x[t]. */
+/* acc[r][t] += w[r] * x[t] for R rows and V vectors, over one half of a group: its evens, or its
+ * odds. */
 TILE void add(const int R, const int V, __m512 acc[4][8], const __m512 w[4], const float *x) {
     UNROLL for (int t = 0; t < V; t++) {
         __m512 xt = _mm512_load_ps(x + t * K3_GROUP);
@@ -186,7 +167,8 @@ TILE void add(const int R, const int V, __m512 acc[4][8], const __m512 w[4], con
     }
 }
 
-/* R rows of bf16 from p->row on, one part; of the last group of a row only what there is. */
+/* acc += W x over part p, for R rows of bf16 from p->row on. Of a row's last group of fewer than 32
+ * only that many are loaded. */
 TILE void few_bf16_rows(const int R, const int V, __m512 acc[4][8], const few_part *p,
                         const float *x) {
     const size_t ldw = p->m->ldw, left = p->m->n - p->g0 * K3_GROUP;
@@ -215,9 +197,9 @@ TILE void few_bf16_rows(const int R, const int V, __m512 acc[4][8], const few_pa
     }
 }
 
-/* The same of MXFP4, whole rows. Bytes become words here, so that the lanes come in the order of
- * dot16: the permutations of x that batch 1 does would be two for every vector. Memory is asked
- * ahead as there. */
+/* The same for MXFP4, whose parts are whole rows (FEW_GROUPS_MXFP4). Each byte is widened to a
+ * 32-bit word, so that the lanes come in the order of dot16; as mxfp4_rows() does it, every vector
+ * would need two permutations. Prefetches are those of mxfp4_rows(). */
 TILE void few_mxfp4_rows(const int R, const int V, __m512 acc[4][8], const few_part *p,
                          const float *x) {
     const size_t row = p->m->n / 2, n_group = p->n_group;
@@ -243,7 +225,7 @@ TILE void few_mxfp4_rows(const int R, const int V, __m512 acc[4][8], const few_p
     }
 }
 
-/* R rows of either kind, from p->row on, against V vectors. */
+/* Load the accumulators of R rows and V vectors, add part p, store them. */
 TILE void few_rows(const enum kind kind, const int R, const int V, float *acc, const few_part *p,
                    const float *x) {
     __m512 a[4][8];
@@ -305,15 +287,15 @@ TILE float fold_lanes(const float *lanes) { return fold(_mm512_load_ps(lanes)); 
 
 /* ---- Chains ----------------------------------------------------------------------- */
 
-/* 16 weights of row i, or those under the mask. */
+/* 16 weights from element `at` on; those outside of the mask are 0. */
 TILE __m512 chain_load(const enum kind kind, const void *w, size_t at, __mmask16 mask) {
     if (kind == F32) return _mm512_maskz_loadu_ps(mask, (const float *)w + at);
     __m256i v = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)w + at);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
 }
 
-/* T vectors x J zmm of columns; `mask` trims the last zmm. A weight is loaded once for T
- * vectors, a coefficient once for J zmm. */
+/* T vectors x J zmm of columns; where J is 1, `mask` says which columns there are. A weight is
+ * loaded once for T vectors, a coefficient once for J zmm. */
 TILE void chain_tile(const enum kind kind, const int T, const int J, __mmask16 mask, float *y,
                      size_t ldy, const void *w, size_t ldw, size_t j, size_t n_i, const float *c,
                      size_t ldc) {
@@ -447,11 +429,11 @@ static uint64_t avx512_read_stream(const void *p, size_t n_bytes) {
     return total;
 }
 
-/* 16 chains: two FMA ports x 4 cycles, twice over. */
+/* 16 independent chains: two FMA ports of 4 cycles need 8; with twice as many neither ever waits. */
 static float avx512_peak_fma(uint64_t n, uint64_t *flops) {
     const __m512 m = _mm512_set1_ps(0.5f), c = _mm512_set1_ps(1.0f);
     __m512 a[16];
-    for (int j = 0; j < 16; j++) a[j] = _mm512_set1_ps((float)(j + 3)); /* 2 is a fixed point */
+    for (int j = 0; j < 16; j++) a[j] = _mm512_set1_ps((float)(j + 3)); /* not 2: 2 stays 2 */
     for (uint64_t i = 0; i < n; i++)
         for (int j = 0; j < 16; j++) a[j] = _mm512_fmadd_ps(a[j], m, c);
     for (int j = 1; j < 16; j++) a[0] = _mm512_add_ps(a[0], a[j]);

@@ -35,7 +35,7 @@
 #endif
 #define FLATTEN static inline __attribute__((always_inline))
 
-/* A hint, so the address may lie past the end of the array. */
+/* Prefetch, which is only a hint: the address may lie past the end of the array. */
 FLATTEN void prefetch(const void *p, size_t ahead_bytes) {
     __builtin_prefetch((const void *)((uintptr_t)p + ahead_bytes));
 }
@@ -156,7 +156,8 @@ FLATTEN group mxfp4_group(const uint8_t *q, uint8_t code) {
  * With fewer than four rows left, the last one is computed again and not stored. */
 #define ROWS 4
 
-/* Rows past the end of a block of `left` rows repeat the last one. */
+/* The row to compute as the i-th of a block in which `left` rows are left: past the end, the last
+ * one again. */
 FLATTEN size_t row_of(size_t i, size_t left) { return i < left ? i : left - 1; }
 
 FLATTEN void store_rows(float *y, float32x4_t acc[ROWS][4], size_t left) {
@@ -165,8 +166,8 @@ FLATTEN void store_rows(float *y, float32x4_t acc[ROWS][4], size_t left) {
     for (size_t i = 0; i < left; i++) y[i] = all[i];
 }
 
-/* 2 KiB ahead in each of the four streams, which at the end of the rows continue in
- * the next four. */
+/* Each of the four rows is prefetched 2 KiB ahead; near the end of a row that is in the next four
+ * rows. */
 #define BF16_AHEAD 32 /* groups of 64 bytes */
 
 static void bf16_vector(float *y, const uint16_t *w, size_t ldw, size_t n_rows, size_t n,
@@ -222,8 +223,8 @@ static void f32_vector(float *y, const float *w, size_t n_rows, size_t npad, con
     }
 }
 
-/* Four rows of a group are 64 bytes of nibbles: one prefetch, linear through the matrix,
- * two or three blocks of rows ahead at the widths of an expert. */
+/* A group's nibbles in four rows are 64 bytes, so one prefetch for each group walks linearly
+ * through the matrix: two or three blocks of rows ahead at the widths of an expert. */
 #define MXFP4_AHEAD 12288
 
 static void mxfp4_vector(float *y, const uint8_t *q, const uint8_t *s, size_t n_rows, size_t n,
@@ -263,7 +264,7 @@ STATIC_ASSERT(chunk_is_whole_blocks, CHUNK_VECS % K3_XBLOCK == 0);
 STATIC_ASSERT(use_panel_has_every_tile, TILE_VECS == 4 && K3_KERNEL_ROWS % TILE_ROWS == 0);
 STATIC_ASSERT(group_is_two_halves_of_dot16, K3_GROUP == 2 * 16);
 
-/* Quarter first: a tile walks one quarter straight through. */
+/* Indexed by quarter of the lanes first: a tile reads one quarter from its beginning to its end. */
 typedef float panel[4][PANEL_GROUPS][2][TILE_ROWS][4];
 typedef float sums[CHUNK_VECS][TILE_ROWS][16];
 
@@ -293,7 +294,8 @@ FLATTEN group decode_mxfp4(const matrix *m, size_t r, size_t g) {
                        m->scale[r * (m->n / K3_GROUP) + g]);
 }
 
-/* Decode rows r .. r + left - 1, groups g0 .. g0 + n_group - 1; rows beyond repeat the last. */
+/* Decode rows r .. r + left - 1, groups g0 .. g0 + n_group - 1; the panel's rows beyond repeat the
+ * last. */
 FLATTEN void fill_panel(panel p, const matrix *m, size_t r, size_t left, size_t g0,
                         size_t n_group, const decode_group decode) {
     for (size_t i = 0; i < TILE_ROWS; i++)
@@ -422,7 +424,7 @@ static void neon_matmul_mxfp4(float *y, size_t ldy, const uint8_t *q, const uint
         matmul_batch(y, ldy, &m, n_rows, xp, batch, decode_mxfp4);
 }
 
-/* Plain vectors: vld2q splits evens from odds. */
+/* dot16 of two plain vectors: vld2q splits evens from odds. */
 static float neon_dot(const float *a, const float *b, size_t n) {
     float32x4_t acc[4];
     UNROLL for (int j = 0; j < 4; j++) acc[j] = vdupq_n_f32(0);
@@ -496,7 +498,7 @@ FLATTEN void chain_tile_4(float *y, const chain *ch, const float *c, size_t j,
     EACH_K(CHAIN_STORE)
 }
 
-/* One element. */
+/* One output element, in the order of NUMERICS 3. */
 FLATTEN float chain_element(const chain *ch, const float *c, size_t j, const bool is_bf16) {
     float sum = 0.0f;
     for (size_t i = 0; i < ch->n_i; i++) {
@@ -506,7 +508,7 @@ FLATTEN float chain_element(const chain *ch, const float *c, size_t j, const boo
     return sum;
 }
 
-/* Columns j .. n_j - 1 of one vector. */
+/* Columns j .. n_j - 1 of one vector: 32 at a time, then 4, then one. */
 FLATTEN void chain_vector(float *y, const chain *ch, size_t j, size_t n_j, const float *c,
                           const bool is_bf16) {
     for (; j + 32 <= n_j; j += 32) chain_tile_1(y, ch, c, j, 8, is_bf16);
@@ -548,7 +550,7 @@ typedef struct {
     size_t d, n_tok, ldv, ldb, ldo;
 } kda_head;
 
-/* Columns v .. v + 4 * n_q - 1. */
+/* Columns v .. v + 4 * n_q - 1 of one head, over all tokens. */
 FLATTEN void kda_columns(const kda_head *h, size_t v, const int n_q) {
     size_t d = h->d;
     for (size_t t = 0; t < h->n_tok; t++) {
@@ -577,7 +579,7 @@ FLATTEN void kda_columns(const kda_head *h, size_t v, const int n_q) {
     }
 }
 
-/* One column, for a d that is no multiple of 4. */
+/* One column over all tokens, for a d that is no multiple of 4. */
 static void kda_column(const kda_head *h, size_t v) {
     size_t d = h->d;
     for (size_t t = 0; t < h->n_tok; t++) {
@@ -610,8 +612,8 @@ static void neon_kda(float *S, size_t d, size_t n_tok, const float *a, const flo
 
 /* ---- The rest ------------------------------------------------------------------------ */
 
-/* f32 to f64 is exact and fcvtns rounds to nearest even, so two lanes at a time equal
- * llrintf. On a bad term ew_add_q40 finds which of the rest it was. */
+/* f32 to f64 is exact and fcvtns rounds to nearest even, so two lanes at a time equal llrintf.
+ * Where a term is out of range ew_add_q40 goes over the rest again and finds the first. */
 static size_t neon_add_q40(int64_t *q, const float *y, float w, size_t n) {
     float32x4_t limit = vdupq_n_f32(0x1p17f), unit = vdupq_n_f32(0x1p40f);
     size_t i = 0;
@@ -627,8 +629,8 @@ static size_t neon_add_q40(int64_t *q, const float *y, float w, size_t n) {
     return i + ew_add_q40(q + i, y + i, w, n - i);
 }
 
-/* One rounding, so one scalar conversion each: clang before 21 vectorises (float)int64
- * through f64, which rounds twice (llvm-project pull 130665). The empty asm keeps it from that. */
+/* (float)int64 rounds once, so each element takes one scalar conversion: clang before 21 vectorises
+ * it through f64, which rounds twice (llvm-project pull 130665). The empty asm keeps it from that. */
 static void neon_q40_f32(float *y, const int64_t *q, size_t n) {
     for (size_t i = 0; i < n; i++) {
         int64_t whole = q[i];

@@ -57,8 +57,8 @@ fi
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
-# apt ARGUMENT...: apt-get, which waits up to five minutes for another one's locks: of dpkg by itself,
-# of its lists here
+# apt ARGUMENT...: run apt-get; where another apt holds a lock, wait for it up to five minutes: apt-get itself waits
+# for dpkg's lock, this function for that of the lists
 apt() {
     n=0
     until $sudo env LC_ALL=C DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 "$@" </dev/null >"$log" 2>&1; do
@@ -75,6 +75,6 @@ apt() {
 echo "installing:$missing" >&2
 case $missing in *:arm64*) $sudo dpkg --add-architecture arm64 ;; esac
 apt update
-missing_of # the lists may only now say which clang this is
+missing_of # only the new lists may say which version of clang there is
 # shellcheck disable=SC2086
 apt install -y --no-install-recommends $missing

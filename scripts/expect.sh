@@ -11,7 +11,7 @@ set -eu
 cd "$(dirname "$0")/.."
 : "${K3:=build/k3}"
 
-# plan RAM DISK: the plan for 8 threads of a common speed
+# plan RAM DISK: print the plan for 8 threads of a common speed
 plan() {
     if [ -n "${MODEL:-}" ]; then
         "$K3" plan -q --model "$MODEL" --threads 8 --gflops 60 --ram "$1" --disk "$2"
@@ -20,7 +20,7 @@ plan() {
     fi
 }
 
-# cells RAM DISK: the time to the first token of a prompt of 100 ids, and of each token
+# cells RAM DISK: print the time to the first token of a prompt of 100 ids, and the time of each token
 cells() {
     plan "$1" "$2" | awk '/ a token, where the disk/ { token = sprintf("%.1f s", $4) }
         $1 == 100 && $2 == "ids" { first = $(NF - 1) " " $NF }

@@ -1,28 +1,29 @@
 #!/bin/sh
-# install.sh - put k3 where PREFIX says, or take it away again; `make install` and `make uninstall` run it.
+# install.sh - install k3 below PREFIX, or uninstall it; `make install` and `make uninstall` run it.
 #
 #   BUILD=build PREFIX=/usr/local DESTDIR= LIBS="-luring ..." scripts/install.sh install | uninstall
 #
-# All that is written, and each directory that was made for it, is listed in PREFIX/share/k3/installed,
-# one name a line, relative to PREFIX (f: file, d: directory, r: how many directories PREFIX itself took). uninstall removes what is listed and nothing else, directories only
-# when they are empty. An install over an older one removes what the older one wrote and this one does not.
+# Each file that is written, and each directory that was made for it, is listed in PREFIX/share/k3/installed, a
+# name a line, relative to PREFIX (f: file; d: directory; r: how many directories had to be made for PREFIX
+# itself). uninstall removes what is listed and nothing else, directories only when they are empty. An install
+# over an older one removes files that the older one wrote and this one does not.
 set -eu
 cd "$(dirname "$0")/.."
 : "${BUILD:=build}" "${PREFIX:=/usr/local}" "${DESTDIR:=}" "${LIBS:=}"
 root=$DESTDIR$PREFIX
 list=$root/share/k3/installed
 
-# Names of the list that lie inside of PREFIX, whoever edited it.
+# Print the names of the list that lie inside of PREFIX, whatever else somebody has written into it.
 listed() { [ ! -f "$1" ] || grep -Ev '^/|(^|/)\.\.(/|$)|^[fd] *$' "$1" | grep -E '^[fd] ' || :; }
 
-remove() { # LIST: files, then the directories that were made, the deepest first
+remove() { # LIST: remove its files, then the directories that were made, the deepest first
     listed "$1" | sed -n 's/^f //p' | while IFS= read -r name; do rm -f -- "$root/$name"; done
     listed "$1" | sed -n 's/^d //p' | sort -r | while IFS= read -r name; do
         rmdir -- "$root/$name" 2>/dev/null || :
     done
 }
 
-remove_root() { # LIST: PREFIX itself and what was made above it
+remove_root() { # LIST: remove PREFIX itself and the directories that were made above it
     up=$root
     for _ in $(seq "$(sed -n 's/^r \([0-9]\)$/\1/p' "$1" | tail -n 1 | grep . || echo 0)"); do
         rmdir -- "$up" 2>/dev/null || return 0
@@ -37,7 +38,7 @@ make_root() {
     [ $n = 0 ] || echo "r $n" >>"$new"
 }
 
-# DIR relative to PREFIX, its parents too; those that were made are listed.
+# Make DIR, relative to PREFIX, and its parents, and list those that were made.
 folder() {
     [ "$1" = . ] || [ -d "$root/$1" ] || {
         folder "$(dirname "$1")"
@@ -52,7 +53,7 @@ put() { # MODE FILE NAME
     echo "f $3" >>"$new"
 }
 
-manual_tier() { # k3-tier's own help as a page
+manual_tier() { # print k3-tier's own help as a manual page
     printf '.TH K3-TIER 1 "" "%s" "User Commands"\n' "$("$BUILD/k3-tier" -V)"
     printf '.SH NAME\nk3\\-tier \\- hold experts of Kimi K3 in memory and answer for them\n.SH DESCRIPTION\n.nf\n'
     "$BUILD/k3-tier" -h | sed "s/\\\\/\\\\e/g; s/-/\\\\-/g; s/^[.']/\\\\\&&/"

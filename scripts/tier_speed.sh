@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tier_speed.sh - what far boxes do to the speed of decoding, good ones and bad ones, in paired runs.
+# tier_speed.sh - the speed of decoding with good and with bad far boxes, in paired runs.
 #
 #     scripts/tier_speed.sh [NAME=VALUE ...]          the same names from the environment
 #
@@ -7,23 +7,23 @@
 #     PYTHON=python3         with numpy where a checkpoint is to be made
 #     MODEL=                 a model directory; none: one of true dimensions is made and removed,
 #     DIR=/tmp LAYERS=3 EXPERTS=112      here, of this size (1.2 GB and 17.6 MB an expert each layer)
-#     COLD_RAM=5400M         the client's --ram when its experts are to come from disk, and nothing else
-#     WARM_RAM=              ... and when all is to be resident; none: what is free
+#     COLD_RAM=5400M         the client's --ram with which experts come from disk, and only experts
+#     WARM_RAM=              the client's --ram with which all is resident; none: what is free
 #     BOX_RAM=64G            the box's; BOX_OPTIONS= more of k3-tier's, --gpu for one
 #     KINDS=                 some of the kinds below; none: all
 #     BOX_THREADS= THREADS=  of the box, and of the client; none: half of the cores each
-#     ROUNDS=5 TOKENS=6      ids of each prompt; the first prompt is the first second, and not counted
+#     ROUNDS=5 TOKENS=6      TOKENS: ids after each prompt; the first prompt only warms up and is not counted
 #     PROMPTS=               a file for bench --prompts with two lines; none: ids of any model
 #     LIMIT=270              no run begins after so many seconds; ratios are of whole pairs
 #     DIRECT=on              reads of the client past the page cache: cold by construction
 #
-# In each round, in turn, beginning with another each time:
+# Each round runs these kinds in turn, beginning with another kind each time:
 #     cold       no box                       resident       all experts here, no box
 #     warm       a box that holds all         resident+box   the same, with that box
 #     refused    nobody listens               stalled        welcomes, holds all, never answers
 #     blackhole  no answer to the SYN
 # Prints tokens per second, then medians, and medians of the ratios within rounds. Every run must have
-# the same logits_fnv, else exit 5. What misses an aim is marked, and no fault of this script's.
+# the same logits_fnv, else exit 5. A ratio that misses its aim is marked, and the exit stays 0.
 set -u
 export LC_ALL=C
 cd "$(dirname "$0")/.." || exit 1
@@ -58,12 +58,12 @@ if [ -z "$PROMPTS" ]; then
     printf 'ids:5\nids:9\n' >"$PROMPTS"
 fi
 "$BUILD/k3" info --model "$MODEL" >"$T/info" 2>/dev/null
-# every expert of every layer, for --pins: a trace says how many there are
+# every expert of every layer, for --pins; a trace tells how many there are
 "$BUILD/k3" run -q --model "$MODEL" --ids 5 --tokens 0 --trace "$T/trace" --direct "$DIRECT" || exit 1
 awk 'NR == 1 { n = $4 } NR > 1 { for (ie = 0; ie < n; ie++) print $2, ie }' "$T/trace" | sort -u -n -k 1,1 -k 2,2 >"$T/pins"
 n_experts=$(wc -l <"$T/pins")
 
-# a box, warm; one in front of it that is mute; a listener whose queue is full: the kernel drops SYNs
+# a warm box; a mute proxy before it; a listener whose queue is full, so that the kernel drops SYNs
 "$BUILD/k3-tier" -q --model "$MODEL" --ram "$BOX_RAM" --threads "$BOX_THREADS" ${BOX_OPTIONS:-} --listen "unix:$T/box.sock" 2>"$T/box.err" &
 pids+=($!)
 held=0

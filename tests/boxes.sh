@@ -1,7 +1,7 @@
-# boxes.sh - what the tests of far boxes share; sourced with `suite` set to the name they report by.
+# boxes.sh - what the tests of far boxes share. A test sets `suite`, the name that it reports by, and sources this.
 #
-# T is a directory of the test's own, removed at the end with every process in `pids`; at_end, where a
-# test defines it, runs before. `args` is the test's, set before `alone`.
+# T is a directory of the test's own. At the end it is removed, and every process in `pids` is ended; at_end, where
+# a test defines it, runs before that. A test sets `args`, the options of its runs, before it calls `alone`.
 # shellcheck shell=bash disable=SC2034,SC2154
 set -u
 export LC_ALL=C
@@ -12,7 +12,7 @@ MODEL=${1:-demo}
 T=$(mktemp -d "${TMPDIR:-/tmp}/k3-$suite-XXXXXX") || exit 1
 n_passed=0 n_failed=0 n_skipped=0
 pids=()
-# await PID SECONDS: until that child has ended, or so long; its status, or 124
+# await PID SECONDS: wait until that child has ended, at most SECONDS. Returns its status, or 124
 await() {
     for _ in $(seq $(($2 * 50))); do
         kill -0 "$1" 2>/dev/null || break
@@ -21,7 +21,7 @@ await() {
     ! kill -0 "$1" 2>/dev/null || return 124
     wait "$1"
 }
-stop() { # PID...: told to end, and killed after ten seconds; the status of the last
+stop() { # PID...: send SIGTERM, and SIGKILL after ten seconds. Returns the status of the last
     local pid rc=0
     kill "$@" 2>/dev/null
     for pid; do
@@ -50,8 +50,8 @@ report() {
     [ $n_failed = 0 ]
 }
 
-# ends NAME EXIT PATTERN COMMAND...: the exit code, and what stderr or stdout says; a test may define
-# `limit` to run its commands by
+# ends NAME EXIT PATTERN COMMAND...: check the exit code, and that stdout or stderr matches PATTERN. A test may define
+# its own `limit`, which runs the command
 limit() { timeout -k 1 120 "$@"; }
 ends() {
     local name=$1 want=$2 pattern=$3 rc
@@ -67,7 +67,7 @@ ends() {
     fi
 }
 
-# start_box NAME OPTION...: a server on $T/NAME.sock; its pid in $box
+# start_box NAME OPTION...: start a server on $T/NAME.sock and wait for it; its pid is in $box
 start_box() {
     local name=$1
     shift
@@ -86,8 +86,8 @@ start_box() {
 }
 stat_of() { "$K3_TIER" status "unix:$T/$1.sock" 2>/dev/null | awk -v k="$2" '$1 == k { print $2 }'; }
 
-# alone ADDR...: the hash without boxes in `want`; in `ram` what a run with such boxes needs, and a
-# little
+# alone ADDR...: run without boxes, and set `want` to its hash; set `ram` to the least budget of a run with these
+# boxes and a little more
 alone() {
     local addr tiers=()
     for addr; do tiers+=(--tier "$addr"); done
@@ -99,7 +99,7 @@ alone() {
     ram=$((ram + 65536))
 }
 
-# check NAME SERVED RUN_OPTIONS...: the hash, and at least SERVED experts from boxes
+# check NAME SERVED RUN_OPTIONS...: run; check the hash, and that boxes served at least SERVED experts
 check() {
     [ -z "${TIMES:-}" ] || date "+%M:%S.%N $1"
     local name=$1 least=$2 rc got served

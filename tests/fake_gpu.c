@@ -1,11 +1,11 @@
-/* fake_gpu.c - gpu_tier.h on the CPU: for testing what the server does with a GPU where there is
- * none. Sums are those of the reference kernels.
+/* fake_gpu.c - gpu_tier.h on the CPU, to test what the server does with a GPU where there is none.
+ * Sums are those of the reference kernels.
  *
  *   FAKE_GPU_SLOTS=N        room for N experts (default 64)
- *   FAKE_GPU_BEGIN=N        the Nth gpu_begin fails, and everything after it
- *   FAKE_GPU_END=N          the same of gpu_end
- *   FAKE_GPU_UPLOAD=N       the same of gpu_upload
- *   FAKE_GPU_UPLOAD_US=N   an upload takes so long
+ *   FAKE_GPU_BEGIN=N        the Nth gpu_begin fails, and every call after it
+ *   FAKE_GPU_END=N          the Nth gpu_end fails, and every call after it
+ *   FAKE_GPU_UPLOAD=N       the Nth gpu_upload fails, and every call after it
+ *   FAKE_GPU_UPLOAD_US=N    each upload takes N microseconds
  *   FAKE_GPU_BAD=N          the Nth request says that its first expert is out of range
  */
 #include "../experts.h"
@@ -34,7 +34,8 @@ static uint64_t setting(const char *name, uint64_t otherwise) {
     return text ? strtoull(text, NULL, 10) : otherwise;
 }
 
-/* Count one more call; true, and a line, when it is the one that fails or comes after it. */
+/* Count one more call. Returns true, with a line in `why`, when it is the call that fails or a
+ * later one. */
 static bool fails(const char *name, uint64_t *n, char *why, size_t n_why) {
     uint64_t at = setting(name, 0);
     if (at == 0 || ++*n < at) return false;

@@ -13,7 +13,7 @@ command -v clang >/dev/null || { echo "fuzz: SKIP clang is not installed"; exit 
 for target in text config header index state tier slice; do
     more="k3_disk.c k3_ledger.c k3_temp.c k3_resume.c experts.c k3_pool.c k3_machine.c tier_client.c tier_dial.c"
     [ $target != state ] || more="$more k3_model.c k3_state.c"
-    [ $target != tier ] || more="k3.c k3_model.c ${more/tier_client.c/} tier_tls.c" # it includes client and server
+    [ $target != tier ] || more="k3.c k3_model.c ${more/tier_client.c/} tier_tls.c" # fuzz_tier.c includes client and server
     # shellcheck disable=SC2086
     clang -std=c99 -D_GNU_SOURCE -O1 -g -fsanitize=fuzzer,address,undefined -Wno-unused-function \
         -o $dir/fuzz_$target tests/fuzz_$target.c $more -luring -ljson-c -lzstd -lssl -lcrypto \

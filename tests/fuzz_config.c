@@ -1,25 +1,19 @@
 /* fuzz_config.c - config.json from memory, for libFuzzer or a replay of tests/corpus/config.
  *
- * A refusal must say why in one line; a shape that is accepted must keep the promises that the
- * rest of the engine builds on. Includes k3.c; do not link it.
+ * A refusal must say why in one line; a shape that is accepted must keep what the rest of the
+ * engine relies on. Includes k3.c; do not link it.
  */
 #include "../k3.c"
 
 #include "../k3_model.c"
+#include "fuzz.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-static void must(bool ok, const char *what) {
-    if (ok) return;
-    fprintf(stderr, "fuzz_config: %s\n", what);
-    abort();
-}
 
 static void check_refused(int rc, const k3_error *err) {
     must(rc == K3_EMODEL, "a refusal that is no K3_EMODEL");
     must(strncmp(err->text, "config.json: ", 13) == 0, "a refusal that does not name the file");
-    for (const char *p = err->text; *p; p++)
-        must((unsigned char)*p >= 32 && *p != 127, "a refusal of more than one line");
+    must_be_line(err->text);
 }
 
 static void check_shape(const k3_shape *sh) {

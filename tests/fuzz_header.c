@@ -8,6 +8,7 @@
 #include "../k3.c"
 
 #include "../k3_model.c"
+#include "fuzz.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -18,17 +19,6 @@ static k3_options opt;
 static ledger mem = {.limit = 64u << 20};
 static model m;
 static uint64_t n_notes, n_places;
-
-static void must(bool ok, const char *what) {
-    if (ok) return;
-    fprintf(stderr, "fuzz_header: %s\n", what);
-    abort();
-}
-
-static void must_be_line(const char *s) {
-    must(*s != 0, "a refusal without a reason");
-    for (; *s; s++) must((unsigned char)*s >= 32 && *s != 127, "more than one line");
-}
 
 static void note_check(void *user, const char *line) {
     (void)user;
@@ -49,11 +39,11 @@ static void setup(void) {
     m.at = ledger_take(&mem, m.at_bytes, "table", &err);
     m.experts = ledger_take(&mem, m.experts_bytes, "table", &err);
     must(m.at && m.experts && shard_add(&m, "one", &err) == 0 && shard_add(&m, "two", &err) == 1, "memory");
-    m.shards[0].fd[0] = m.shards[1].fd[0] = fileno(f); /* kept open: the process's own */
+    m.shards[0].fd[0] = m.shards[1].fd[0] = fileno(f); /* kept open: `f` owns the descriptor */
     shape_dims(&sh, m.dims);
 }
 
-/* Every place that was taken lies in the file, behind the header. */
+/* A place that was taken must lie in the file, behind the header. */
 static int place_check(void *user, const name_id *id) {
     uint64_t size = *(uint64_t *)user, n, offset;
     uint16_t i_shard;
@@ -74,7 +64,7 @@ static int place_check(void *user, const name_id *id) {
     return 0;
 }
 
-/* The file of this input; its size. */
+/* Write the file that this input describes. Returns its size. */
 static uint64_t file_write(const uint8_t *data, size_t size) {
     int fd = m.shards[0].fd[0];
     uint8_t len[8];

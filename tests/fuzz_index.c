@@ -5,19 +5,9 @@
 #include "../k3.c"
 
 #include "../k3_model.c"
+#include "fuzz.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-static void must(bool ok, const char *what) {
-    if (ok) return;
-    fprintf(stderr, "fuzz_index: %s\n", what);
-    abort();
-}
-
-static void must_be_line(const char *s) {
-    must(*s != 0, "a refusal without a reason");
-    for (; *s; s++) must((unsigned char)*s >= 32 && *s != 127, "a refusal of more than one line");
-}
 
 static void check_shards(const model *m) {
     for (uint32_t i = 0; i < m->n_shards; i++) {

@@ -1,12 +1,14 @@
-/* fuzz_slice.c - manifests of slices from strangers, for libFuzzer or a replay of tests/corpus/slice.
+/* fuzz_slice.c - manifests of slices from strangers, for libFuzzer or a replay of
+ * tests/corpus/slice.
  *
- * Whole and unfinished ones. What is taken must, written again, be the same bytes.
+ * Each input is read as a whole manifest and as an unfinished one. A manifest that is taken must,
+ * written again, be the same bytes.
  */
 #include "../slice.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-/* The lines of a manifest that was taken, against its bytes. */
+/* Write the lines of a manifest that was taken again, and compare them with its bytes. */
 static void check(const slice *s, const char *text, size_t n_good) {
     char line[8 * SLICE_LINE];
     size_t at = slice_head_write(s, line);

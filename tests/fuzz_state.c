@@ -7,6 +7,7 @@
  * or in a session of exactly the positions and ids of the file. Includes k3.c; link k3_state.c.
  */
 #include "../k3.c"
+#include "fuzz.h"
 
 #define HEAD_BYTES 256
 
@@ -17,18 +18,7 @@ static k3_session *s;
 static int fd;
 static char path[64];
 
-static void must(bool ok, const char *what) {
-    if (ok) return;
-    fprintf(stderr, "fuzz_state: %s\n", what);
-    abort();
-}
-
-static void must_be_line(const char *t) {
-    must(*t != 0, "a refusal without a reason");
-    for (; *t; t++) must((unsigned char)*t >= 32 && *t != 127, "more than one line");
-}
-
-/* One KDA layer of 2 heads of 4, one MLA layer with rows of 32. */
+/* Make an engine of one KDA layer with 2 heads of 4, and one MLA layer with rows of 32. */
 static void setup(void) {
     k3_error err = {""};
     e = calloc(1, sizeof *e);
@@ -65,7 +55,7 @@ static uint32_t u32_at(const uint8_t *p) {
     return v;
 }
 
-/* Make right the checksums of header and table, and of every piece that fits in. */
+/* Make the checksums of header and table right, and of every piece that lies inside of the file. */
 static void repair(uint8_t *f, size_t n) {
     if (n < HEAD_BYTES) return;
     uint64_t sum, all = n;
@@ -88,7 +78,7 @@ static void repair(uint8_t *f, size_t n) {
     }
 }
 
-/* Sections that loading passes over? Only checking looks at their bytes. */
+/* Has the file sections that loading skips? Only checking looks at their bytes. */
 static bool has_strangers(const uint8_t *f, size_t n) {
     static const uint8_t known[3][16] = {"ids", "app", "layers"};
     bool is_any = false;

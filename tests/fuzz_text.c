@@ -6,17 +6,11 @@
  * tests/corpus/text.
  */
 #include "../k3_text.c"
+#include "fuzz.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-static void must(bool ok, const char *what) {
-    if (!ok) {
-        fprintf(stderr, "fuzz_text: %s\n", what);
-        abort();
-    }
-}
-
-/* Ids spell the text in both modes, and number at most one per byte. */
+/* In both modes the ids must spell the text, at most one id for each byte. */
 static void check_text(k3_tokenizer *t, const char *s, size_t n) {
     k3_error err;
     uint32_t *ids = malloc((n + 1) * sizeof *ids);
@@ -35,7 +29,7 @@ static void check_text(k3_tokenizer *t, const char *s, size_t n) {
     free(ids);
 }
 
-/* Decoding byte by byte gives what decoding at once gives, and it is valid UTF-8. */
+/* Decoding byte by byte must give what decoding at once gives, and valid UTF-8. */
 static void check_decode(const char *s, size_t n) {
     k3_utf8 u = {{0}, 0}, v = {{0}, 0};
     char *whole = malloc(3 * (n + 3)), *cut = malloc(3 * (n + 3)), small[16];
@@ -64,7 +58,7 @@ static void check_opened(k3_tokenizer *t, int rc, const k3_error *err) {
     k3_tokenizer_close(t);
 }
 
-/* tiktoken.model of the bytes alone: "AA== 0", "AQ== 1" and so on. */
+/* Write a tiktoken.model of the 256 single bytes: "AA== 0", "AQ== 1" and so on. */
 static size_t byte_ranks(char text[256 * 16]) {
     static const char digit[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     size_t n = 0;

@@ -1,15 +1,23 @@
 /* fuzz_tier.c - frames from strangers, for libFuzzer or a replay of tests/corpus/tier.
  *
- * The first byte says who is attacked: even a server, odd a client; its bit 1, whether frames are
- * sealed here (so that mutations reach what lies behind the checksum) or sent as they are; bits 2
- * and 3, that the server knows the sender for a client, for one who stages; bit 4, that it is a
- * server without a model; bit 5, that it has keys to ask and to stage, which the sender does not know. Sealed input is a row of frames: u8 type, u16 length, u8 id, payload. The model is demo's: run from the
- * top of the source tree. Whatever comes, the server must go on serving and the client must leave
- * its sums within their range. Includes both ends; link k3.c.
+ * The first byte says who is attacked, and how:
+ *
+ *   bit 0   0: a server, 1: a client
+ *   bit 1   1: frames are sealed here, so that mutations reach what lies behind the checksum;
+ *           0: bytes go as they are
+ *   bit 2   the server knows the sender as a client
+ *   bit 3   the server knows the sender as one who stages
+ *   bit 4   the server has no model
+ *   bit 5   the server has keys for asking and staging, which the sender does not know
+ *
+ * Sealed input is a row of frames: u8 type, u16 length, u8 id, payload. The model is demo's: run
+ * from the top of the source tree. Whatever comes, the server must go on serving and the client
+ * must leave its sums within their range. Includes both ends; link k3.c.
  */
 #define TIER_SERVER_TEST
 #include "../tier_server.c"
 #include "../tier_client.c"
+#include "fuzz.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -18,12 +26,6 @@ enum { ROOM = 1 << 20, ROWS = 4 };
 static server sv, empty;
 static uint8_t stream[ROOM], block[1 << 22];
 static int64_t sums[TIER_MAX_ROWS * 256];
-
-static void must(bool ok, const char *what) {
-    if (ok) return;
-    fprintf(stderr, "fuzz_tier: %s\n", what);
-    abort();
-}
 
 static void setup(void) {
     is_quiet = true;
@@ -44,7 +46,7 @@ static void setup(void) {
         must(rc == 0, "an expert of demo");
         warm_done(&sv, i, i_slot, rc, &x);
     }
-    for (uint32_t ie = sv.m.n_experts / 2; ie < sv.m.n_experts; ie++) /* to be staged */
+    for (uint32_t ie = sv.m.n_experts / 2; ie < sv.m.n_experts; ie++) /* these can only be staged */
         sv.st.heat[index_of(&sv, sv.m.n_layers - 1, ie)] = -1.0f;
     for (int use = 0; use < N_KEY_USES; use++) {
         sv.key[use][0].n = TIER_MIN_KEY;
@@ -52,7 +54,7 @@ static void setup(void) {
     }
 }
 
-/* The bytes of a stream; how many. */
+/* Write the stream of bytes that the input stands for. Returns how many. */
 static size_t stream_make(const uint8_t *p, size_t n, bool is_sealed) {
     size_t at = 0;
     if (!is_sealed) {
@@ -71,7 +73,7 @@ static size_t stream_make(const uint8_t *p, size_t n, bool is_sealed) {
     return at;
 }
 
-/* Give a socket what it takes and throw away what comes back. */
+/* Write to the socket as much as it takes, and throw away what comes back. */
 static size_t push(int fd, const uint8_t *p, size_t n) {
     static uint8_t away[65536];
     ssize_t put = n > 0 ? send(fd, p, n, MSG_DONTWAIT | MSG_NOSIGNAL) : 0;
@@ -80,7 +82,7 @@ static size_t push(int fd, const uint8_t *p, size_t n) {
     return put > 0 ? (size_t)put : 0;
 }
 
-/* Nothing is on its way any more; every slot is held or free, and unpinned. */
+/* Check the store at rest: no expert is on its way; every slot is held or free, and unpinned. */
 static void check_store(const server *s) {
     for (size_t i = 0; i < (size_t)s->n_moe * s->m.n_experts; i++)
         must(!s->st.is_coming[i], "an expert still on its way");
@@ -124,7 +126,7 @@ static void attack_server(server *s, size_t n, int role, bool has_keys) {
     check_store(s);
 }
 
-/* A server without a model, new each time. */
+/* Attack a server without a model, a new one each time. */
 static void attack_empty(size_t n) {
     memset(&empty, 0, sizeof empty);
     empty.o = (options){.ram = 128u << 20, .clients = 1, .threads = 1};

@@ -36,7 +36,7 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* The signals that end a run, and the one that says that a child ended. All are blocked in the guard. */
+/* The signals that end a run, and SIGCHLD. All are blocked in the guard, which waits for them. */
 static void signals_watched(sigset_t *set) {
     sigemptyset(set);
     sigaddset(set, SIGCHLD);
@@ -58,7 +58,7 @@ static void become(char **command) {
     _exit(127);
 }
 
-/* Wait at most until `until` for a watched signal; its number, or 0. */
+/* Wait for a watched signal, at most until `until`. Returns its number, or 0. */
 static int await_signal(const sigset_t *set, double until) {
     double left = until - now();
     struct timespec t = {0, 0};
@@ -67,7 +67,8 @@ static int await_signal(const sigset_t *set, double until) {
     return n > 0 ? n : 0;
 }
 
-/* Take in every child that has ended. True while `pid` runs, or for pid 0 while any child does. */
+/* Reap every child that has ended. Returns true while `pid` runs, or for pid 0 while any child
+ * does. */
 static bool is_running(pid_t pid, int *status) {
     static int ended = 0;
     static bool has_ended;
@@ -81,7 +82,8 @@ static bool is_running(pid_t pid, int *status) {
     }
 }
 
-/* The parent of a process, and its name in `name`; 0: there is no such process. */
+/* Find the parent of a process, and write its name to `name`. Returns 0 when there is no such
+ * process. */
 static pid_t parent_of(const char *pid, char name[64]) {
     char path[300], line[512];
     int parent = 0;
@@ -110,7 +112,8 @@ static void signal_children(int number, bool is_told) {
     closedir(proc);
 }
 
-/* Children of those that are killed become ours: again, until none is left or KILL_S are over. */
+/* Kill all children. Their children become ours, so this goes on until none is left, or for KILL_S
+ * seconds. */
 static void kill_children(void) {
     const double until = now() + KILL_S;
     while (is_running(0, NULL) && now() < until) {
@@ -119,7 +122,7 @@ static void kill_children(void) {
     }
 }
 
-/* Wait for the command; what it says, or why it was ended. */
+/* Wait for the command. Returns its exit status, or why it was ended. */
 static int await_command(pid_t pid, const char *name, double seconds, const sigset_t *set) {
     const double until = now() + seconds;
     int status = 0, stop = 0;
@@ -130,12 +133,12 @@ static int await_command(pid_t pid, const char *name, double seconds, const sigs
     if (!is_running(pid, &status))
         return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     if (!stop) fprintf(stderr, "guard: %s: still running after %.0f seconds, ended\n", name, seconds);
-    kill(-pid, SIGTERM); /* tests remove their files then */
+    kill(-pid, SIGTERM); /* tests remove their files on SIGTERM */
     for (double end = now() + GRACE_S; is_running(pid, NULL) && now() < end;) await_signal(set, end);
     return stop ? 128 + stop : 124;
 }
 
-/* After a command that ended by itself: true when something is left after GRACE_S seconds. */
+/* After a command that ended by itself: is any process of it left after GRACE_S seconds? */
 static bool has_left(const sigset_t *set) {
     for (double end = now() + GRACE_S; is_running(0, NULL) && now() < end;) await_signal(set, end);
     if (!is_running(0, NULL)) return false;

@@ -11,8 +11,7 @@
 # Each must end well, and no process of it may be left when it has ended. Needs root, debootstrap and
 # the network; what is missing is skipped. The root is removed at the end. Two variables are for
 # repeating it: DEBIAN_BASE=DIR copies DIR/RELEASE, a fresh minimal root, instead of asking the mirror;
-# DEBIAN_STEPS=1, 2, 3 or more of
-# them chooses steps; `make demo` is always done.
+# DEBIAN_STEPS chooses steps, one or more of 1, 2 and 3; `make demo` is always done.
 set -u
 export LC_ALL=C
 cd "$(dirname "$0")/.." || exit 1
@@ -25,7 +24,7 @@ none() { echo "debian: SKIP $1"; exit 77; }
 for program in debootstrap unshare chroot apt-get git script; do
     command -v $program >/dev/null || none "$program is not installed"
 done
-# Mounts and processes in namespaces of our own: both are gone when this script is.
+# Mounts and processes are in namespaces of this script's own, and end with it.
 if [ -z "${K3_DEBIAN_INSIDE:-}" ]; then
     unshare --mount --pid --fork true 2>/dev/null || none "no right to make namespaces"
     K3_DEBIAN_INSIDE=1 exec unshare --mount --pid --fork --kill-child --mount-proc "$0" "$@"
@@ -45,7 +44,7 @@ fail() { # NAME REASON FILE
     tail -n "${4:-40}" "$3" | sed 's/^/     /'
 }
 
-# root_make RELEASE: a minimal root in $R
+# root_make RELEASE: make a minimal root in $R
 root_make() {
     R=$T/$1
     if [ -n "${DEBIAN_BASE:-}" ]; then
@@ -54,7 +53,7 @@ root_make() {
         timeout 1200 debootstrap --variant=minbase "$1" "$R" "$mirror" >"$T/$1.log" 2>&1 || return 1
     fi
     mount --bind "$R" "$R" || return 1 # ip netns wants / to be a mount
-    # this machine's way to the network
+    # the proxy and the name servers that this machine uses
     apt-config dump | grep -E '^Acquire::https?::' >"$R/etc/apt/apt.conf.d/90host"
     cp -L /etc/resolv.conf "$R/etc/resolv.conf" 2>/dev/null
     mount -t proc proc "$R/proc" && mount -t sysfs -o ro sysfs "$R/sys" && mkdir -p "$R/dev/pts" "$R/dev/shm" &&
@@ -63,7 +62,7 @@ root_make() {
     mkdir "$R/home/k3" && git ls-files -z | tar --null -T - -c | tar -x --no-same-owner -C "$R/home/k3"
 }
 
-# in_root SECONDS [VARIABLE=VALUE...] COMMAND...: by root, with hardly any environment
+# in_root SECONDS [VARIABLE=VALUE...] COMMAND...: run it in the root, as root, with hardly any environment
 proxies=$(env | grep -iE '^(https?_proxy|no_proxy)=' | tr '\n' ' ')
 in_root() {
     local seconds=$1
@@ -73,7 +72,7 @@ in_root() {
         chroot "$R" env -C /home/k3 "$@"
 }
 
-# left NAME: processes of the root that are still there, after a second
+# left NAME: check that a second later no process of the root is left
 left() {
     local p names=
     sleep 1
@@ -86,7 +85,7 @@ left() {
     fi
 }
 
-# tests NAME LOG RC: how a run of the tests ended
+# tests NAME LOG RC: check how a run of the tests ended
 tests() {
     local last
     last=$(tr -d '\r' <"$2" | grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$' | tail -n 1)
@@ -130,7 +129,7 @@ terminal() { # RELEASE: step 2
 # Step 3: a program holds both locks of apt for ten seconds.
 locked() {
     local log=$T/$1.locked
-    in_root 300 apt-get -qq remove -y zstd >"$log" 2>&1 # of the set `test`
+    in_root 300 apt-get -qq remove -y zstd >"$log" 2>&1 # a package of the set `test`
     cat >"$R/root/hold.py" <<'PY'
 import fcntl, time
 files = [open(f, "w") for f in ("/var/lib/apt/lists/lock", "/var/lib/dpkg/lock-frontend")]

@@ -3,9 +3,9 @@
 #
 #   BUILD=build CC=cc tests/run.sh [--quick | --bits]
 #
-# --quick shortens them; --bits, for a second compiler, leaves out what does not depend on one.
-# Together they take less than five minutes on two idle cores: what takes longer than 20 seconds of
-# CPU time belongs to `make test-long` (run_long.sh).
+# --quick shortens the tests; --bits, for a second compiler, leaves out those that do not depend on the compiler.
+# All take less than five minutes on two idle cores. A test of more than 20 seconds of CPU time belongs to
+# `make test-long` (run_long.sh).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/runner.sh
@@ -37,7 +37,7 @@ compute() {
     run "$BUILD/test_vram" demo
     run "$BUILD/test_dial"
     for target in text config header index state tier slice; do replay $target; done
-    [ -n "$only_bits" ] || run tests/test_cli.sh # so that both lanes are as long
+    [ -n "$only_bits" ] || run tests/test_cli.sh # in this lane, so that both take as long
 }
 
 # shellcheck disable=SC2086
@@ -52,6 +52,7 @@ programs() {
         skipped=$((skipped + 1))
     fi
     [ -n "$quick" ] || run tests/test_docs.py
+    [ -n "$quick" ] || run tests/test_house.py
     ! command -v python3 >/dev/null || run python3 tests/test_serve.py
     run tests/test_cache.sh $quick
     run tests/test_tier.sh demo
@@ -70,7 +71,7 @@ programs() {
     fi
 }
 
-# Two lanes: many tests wait for the other half of what they test, and leave a core idle.
+# Two lanes: a test of two programs often waits for one of them, and would leave a core idle.
 lanes=compute
 [ -n "$only_bits" ] || { lanes="compute programs"; lane programs >"$T/programs.log" 2>&1 & }
 lane compute

@@ -3,9 +3,9 @@
 #
 #   BUILD=build CC=cc tests/run_long.sh [NAME ...]
 #
-# What takes longer than `make test` allows, or needs root or the network: the long arms of the tests
-# in run.sh, then every tests/long_*.sh. NAMEs choose: engine, matrix, builds, unicode, or debian for
-# tests/long_debian.sh. What is missing is skipped with its reason.
+# Tests that take longer than `make test` allows, or need root or the network: the long forms of tests in
+# run.sh, then every tests/long_*.sh. NAMEs choose some: engine, matrix, builds, unicode, debian for
+# tests/long_debian.sh. A test that lacks something is skipped with its reason.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 : "${K3_TEST_LIMIT:=7200}"
@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.." || exit 1
 . tests/runner.sh
 chosen=" $* "
 
-# long NAME COMMAND...: run it, where NAME is chosen
+# long NAME COMMAND...: run the command if NAME is chosen
 long() {
     name=$1
     shift

@@ -1,4 +1,4 @@
-# runner.sh - how run.sh and run_long.sh run a test program and count; sourced by both.
+# runner.sh - runs test programs and counts their checks; run.sh and run_long.sh source it.
 #
 # Each program prints "name: N passed, N failed, N skipped", which is added up here. Exit 77 counts as
 # one skip, any other failure without a count as one failure. $BUILD/guard ends a program after
@@ -7,11 +7,11 @@
 : "${BUILD:=build}" "${CC:=cc}" "${K3_TEST_LIMIT:=900}"
 export BUILD CC
 export K3="$BUILD/k3"
-unset K3_MODEL # the tests mean the small model
+unset K3_MODEL # the tests use the bundled model
 [ -x "$BUILD/guard" ] || { echo "no $BUILD/guard: say make test, or make $BUILD/guard"; exit 1; }
 T=$(mktemp -d) || exit 1
 trap 'rm -rf "$T"' EXIT
-trap 'trap "" INT; kill 0' INT # the lane in the background does not hear it by itself
+trap 'trap "" INT; kill 0' INT # a lane in the background does not get the signal by itself
 
 run() {
     "$BUILD/guard" "$K3_TEST_LIMIT" "$out.times" "$@" >"$out" 2>&1
@@ -36,7 +36,7 @@ run() {
     fi
 }
 
-# lane NAME: the tests of one lane, in their order; what they printed to $T/NAME.log, the counts last
+# lane NAME: run the tests of one lane in order and print what they print; the counts go to $T/NAME.sum
 lane() {
     out=$T/$1.out passed=0 failed=0 skipped=0
     "$1"

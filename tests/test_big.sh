@@ -42,7 +42,7 @@ field() { sed -n "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/p" "$M/out"; }
 expect "512 positions: distinct experts" "$(field expert_uses)" "$distinct"
 expect "512 positions: each is read once" "$(field expert_loads)" "$distinct"
 
-# Decode with nothing in memory yet, against a plain reader of whole experts.
+# Decoding with no expert in memory yet, beside a program that only reads whole experts.
 echo "ids:5" >"$M/prompts"
 for threads in $(nproc); do
     for ram in 3G 6G; do

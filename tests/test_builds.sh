@@ -2,8 +2,8 @@
 # test_builds.sh - the same hash from every compiler and optimisation level.
 #
 # Builds k3 with {gcc, clang} x {-O0, -O3, -Ofast -ffast-math} and compares the hashes of a golden
-# prompt, for every kernel set, with demo/bits.tsv; what the tests themselves were built with
-# (CC at -O3) is not built again. -march=native must be refused: the kernel sets are chosen at run
+# prompt, for every kernel set, with demo/bits.tsv; the build of the tests themselves
+# (CC at -O3) is not made again. -march=native must be refused: the kernel sets are chosen at run
 # time.
 set -u
 cd "$(dirname "$0")/.." || exit 1

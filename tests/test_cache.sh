@@ -31,7 +31,7 @@ expect() { # name, got, want
 hashes() { grep -oE '"(ids|logits)_fnv": *"[0-9a-f]{16}"' | grep -oE '[0-9a-f]{16}' | xargs; }
 total_bytes() { find "$T/cache" -type f -printf '%s\n' | awk '{ n += $1 } END { print n + 0 }'; }
 ask() { "$K3" run -q --json --threads 1 --tokens 6 --ids "$@"; }
-# For `&`: $! is then the program itself, not a shell that waits for it and dies alone.
+# To be run with `&`: exec makes $! the program itself, not a shell that would die without it.
 become() { exec "$K3" run -q --json --threads 1 --tokens 6 --ids "$@"; }
 
 # ---- Ten processes ----
@@ -44,7 +44,7 @@ for i in 0 1 2 3 4 5; do
     ask "$(cat "$T/prompt$i")" | hashes >"$T/want$i"
 done
 expect "six answers" "$(sort -u "$T"/want? | wc -l | tr -d ' ')" 6
-size=2400000 # a handful of entries of 340 to 390 KB: there is always somebody to evict
+size=2400000 # about six entries of 340 to 390 KB, so that each store has to evict some
 
 worker() { # number
     for round in $rounds; do
@@ -62,7 +62,7 @@ victims() { # until the workers are done
         sleep "0.$(printf %03d $((20 + n * 37 % 180)))"
         kill -9 $!
         wait $!
-        [ $? -ne 137 ] || killed=$((killed + 1)) # else it was done before
+        [ $? -ne 137 ] || killed=$((killed + 1)) # else it had ended before
         n=$((n + 1))
     done
     echo $killed >"$T/killed"
@@ -77,7 +77,7 @@ expect "messages" "$(grep -v '^k3: no --model' "$T/err" | head -3)" ""
 expect "killed more than once: $(cat "$T/killed")" $? 0
 "$K3" cache verify "$T/cache" >"$T/out" 2>&1
 expect "verify" $? 0
-ask 343,336 --cache "$T/cache" --cache-size $size >/dev/null # opens it: clears up after the dead
+ask 343,336 --cache "$T/cache" --cache-size $size >/dev/null # opening the cache removes what killed writers left
 expect "nothing half written is left" "$(find "$T/cache" -type f ! -name '*.k3s' | wc -l | tr -d ' ')" 0
 total=$(total_bytes)
 [ "$total" -gt 300000 ] && [ "$total" -le $size ]
@@ -111,7 +111,7 @@ expect "a cache that is a file" $? 1
 
 # ---- A short prompt again ----
 
-short=343,336,327,444,1489,311 # with the scalar kernels: slow enough to be kept, on any machine
+short=343,336,327,444,1489,311 # with the scalar kernels a prompt is slow enough to be cached on any machine
 "$K3" run -v --kernels ref --ids $short --cache "$T/short" >/dev/null 2>"$T/err"
 expect "a short prompt is kept, and -v says why" "$(grep -c 'cache: 5 positions of the prompt took .* is kept' "$T/err")" 1
 "$K3" run --ids $short --cache "$T/short" >/dev/null 2>"$T/err"
@@ -148,7 +148,7 @@ if command -v python3 >/dev/null; then
     cp -r demo "$T/m" && chmod -R u+w "$T/m"
     of --trace "$T/routing"
     right=$(logits)
-    layer=2 # the expert of the most weight in it for the third position
+    layer=2 # the expert with the largest weight in layer 2 for the third position
     expert=$(awk '$1 == 2 && $2 == 2 { for (i = 3; i <= NF; i++) { split($i, x, ":"); if (x[2] > w) { w = x[2]; e = x[1] } } } END { print e }' "$T/routing")
     flip "$T/m" "$layer" "$expert"
     of --cache "$T/c" --save "$T/d.k3s"
@@ -201,7 +201,7 @@ expect "no state" "$? $(grep -c 'not a k3 state file' "$T/err")" "5 1"
 expect "no file" $? 1
 "$K3" run -q --ids 5 --tokens 0 --save "$T/none/x" >/dev/null 2>&1
 expect "no directory to save in" $? 1
-# Killed while saving, again and again: the file is always one of the whole ones.
+# Killed while saving, again and again: the file is always whole, the old one or the new one.
 for n in 1 2 3 4 5 6 7 8; do
     become "$(prompt 8)" --save "$T/a.k3s" >/dev/null 2>&1 &
     sleep "0.$(printf %03d $((n * 23)))"

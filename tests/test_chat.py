@@ -24,32 +24,15 @@ import tempfile
 import termios
 import time
 
+import checks
+from checks import check, equal, skip
+
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 K3 = os.path.abspath(os.environ.get("K3", os.path.join(TOP, "build/k3")))
 os.chdir(TOP)
 QUICK = "--quick" in sys.argv  # under a sanitizer
 TMP = tempfile.TemporaryDirectory()
-n_passed = n_failed = n_skipped = 0
-
-
-def check(name, ok, why=""):
-    global n_passed, n_failed
-    if ok:
-        n_passed += 1
-    else:
-        n_failed += 1
-        print(f"FAIL {name}: {str(why)[-600:]}")
-    return ok
-
-
-def equal(name, got, want):
-    return check(name, got == want, f"got {got!r}, want {want!r}")
-
-
-def skip(name, why):
-    global n_skipped
-    n_skipped += 1
-    print(f"chat: SKIP {name}: {why}")
+checks.begin("chat")
 
 
 def k3(*args, text=b"", timeout=120):
@@ -294,7 +277,7 @@ def test_render_errors():
 # ---- Pipes ------------------------------------------------------------------------------
 
 def talk(lines, *args, **more):
-    """Each line in as JSON, all objects that came out. Short prompts unless asked otherwise."""
+    """Send each line as JSON and return all objects that came out. Prompts are short unless asked otherwise."""
     if "--effort" not in args:
         args = ("--effort", "none", *args)
     r = k3("--json", "--temperature", "0", *args,
@@ -310,7 +293,7 @@ def command(text):
 
 
 def said(case):
-    """The golden reply up to its stop, and whether it got there."""
+    """The golden reply up to its stop, and whether it has one."""
     ids = case["greedy_ids"]
     return (ids[:ids.index(1794) + 1], True) if 1794 in ids else (ids, False)
 
@@ -431,7 +414,7 @@ def whole(*messages, **more):
 
 
 def same(out):
-    """What a reply is, without what it cost."""
+    """The reply without its times and counts."""
     return {k: v for k, v in out.items() if k not in ("n_prompt", "n_kept", "n_cached", "prompt_s",
                                                       "gen_s")}
 
@@ -531,7 +514,7 @@ def test_mixed():
 
 
 def told(deltas):
-    """tool_calls that a client makes of OpenAI's deltas."""
+    """The tool_calls that a client puts together from OpenAI's deltas."""
     made = []
     for part in (p for d in deltas for p in d.get("tool_calls", [])):
         if part["index"] == len(made):
@@ -542,7 +525,7 @@ def told(deltas):
 
 
 def test_call_deltas():
-    """Tool calls are streamed as they are made, and a reply stopped anywhere takes nothing back."""
+    """Tool calls are streamed as they are made; a reply that is stopped anywhere takes back nothing that was streamed."""
     request = {"messages": REQUESTS[5]["messages"], "tools": [WEATHER], "stream": True}
     out = talk([request], "--effort", "max")
     deltas, last = [o["delta"] for o in out if "delta" in o], out[-1]
@@ -714,7 +697,7 @@ def test_save_load_cache():
 
 
 def test_load_refused():
-    """What cannot be loaded costs nothing but, at most, reading again."""
+    """A state that cannot be loaded changes nothing; at most the conversation is read again."""
     run, state = os.path.join(TMP.name, "run.k3s"), os.path.join(TMP.name, "ok.k3s")
     subprocess.run([K3, "run", "-q", "--tokens", "2", "--save", run, "Hello!"], check=True,
                    capture_output=True, timeout=60)
@@ -750,7 +733,7 @@ def test_load_refused():
 
 
 def test_asked_last():
-    """What was asked for last is what the context says, however it came about."""
+    """The context is the one asked for last, whichever way it was asked for."""
     short = ("--tokens", "3")
     want = talk([FRANCE, "And of Peru?"], "--effort", "low", *short)
     for name, start, asked in [
@@ -784,7 +767,7 @@ def test_asked_last():
 
 
 def test_least_memory():
-    """At the floor there is no room for snapshots: undo says so, or uses the cache."""
+    """With the least budget there is no room for snapshots: undo says so, or uses the cache."""
     plan = subprocess.run([K3, "plan", "-q"], capture_output=True, text=True).stdout
     floor = re.search(r"^floor .* (\d+)  ", plan, re.MULTILINE).group(1)
     args = ["--ram", floor, "--no-think", "--tokens", "4", "--temperature", "0"]
@@ -834,7 +817,7 @@ def test_refusals():
 # ---- A terminal ---------------------------------------------------------------------------
 
 def deny(number, why):
-    """From now on that system call of this process fails with `why`; False: not on this system."""
+    """Make that system call of this process fail with `why` from now on. False: impossible on this system."""
     libc = ctypes.CDLL(None)
     steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50000 | why), (0x06, 0, 0, 0x7fff0000)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
@@ -870,7 +853,7 @@ class Terminal:
             self.out += data
 
     def wait(self, pattern, name, seconds=60):
-        """Everything up to the pattern; the test fails, and b"", when it does not come."""
+        """Wait for the pattern and return everything up to it; when it does not come the test fails and b"" is returned."""
         end = time.time() + seconds
         while pattern not in self.out:
             if time.time() > end:
@@ -952,7 +935,7 @@ def test_terminal():
 
 
 def test_history():
-    """A file that is something else is left alone; two terminals lose nothing."""
+    """A history file with other contents is left alone; two terminals lose none of their lines."""
     path, other = os.path.join(TMP.name, "lines"), os.path.join(TMP.name, "precious")
     with open(other, "w") as f:
         f.write("something else\n")
@@ -991,7 +974,7 @@ def test_history():
 
 
 def test_silent_boxes():
-    """A box that nobody hears of is named once, after the first reply."""
+    """A box that never answers is named once, after the first reply."""
     run = subprocess.run([K3, "chat", "--effort", "none", "--tokens", "2", "--tier", "unix:" + TMP.name + "/no.sock"],
                          input=b"One\nTwo\n", capture_output=True, timeout=120)
     equal("a box that is not there: the chat goes on", run.returncode, 0)
@@ -1083,7 +1066,7 @@ def test_terminal_paste():
 def test_terminal_stop():
     t = Terminal("--temperature", "60", "--seed", "4", "--kernels", "ref", "--history", "")
     t.wait(PROMPT, "stop: a prompt")
-    for i in range(20):  # until a reply is long enough to be stopped
+    for i in range(20):  # until a reply is so long that it can be stopped
         t.send(b"Hello!\r")
         t.wait(b"\033[2m", "a reply begins")
         t.read(0.02)
@@ -1123,8 +1106,7 @@ def test_terminal_stop():
 def main():
     if "--pins" in sys.argv:
         test_pins()
-        print(f"chat: {n_passed} passed, {n_failed} failed, {n_skipped} skipped")
-        return n_failed > 0
+        return checks.finish()
     test_golden_prompts()
     test_pins()
     test_strings()
@@ -1161,8 +1143,7 @@ def main():
             test_terminal_stop()
     else:
         skip("a terminal", "this k3 was built without libedit (scripts/deps.sh build)")
-    print(f"chat: {n_passed} passed, {n_failed} failed, {n_skipped} skipped")
-    return n_failed > 0
+    return checks.finish()
 
 
 sys.exit(main())

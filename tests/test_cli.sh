@@ -143,7 +143,7 @@ for cmd in "run --tokens 0 x" "bench --tokens 1" plan info verify; do
     # shellcheck disable=SC2086
     check "absent model, $cmd" 3 "No such file" "$K3" $cmd --model "$T/none"
 done
-# A copy of the demo with the files it is given replaced; a name alone is left out.
+# Make a directory of links to the demo's files, all but one.
 broken() { # name of copy, file left out
     mkdir "$T/$1"
     for f in "$DEMO"/*; do [ "${f##*/}" = "$2" ] || ln -s "$f" "$T/$1/"; done
@@ -221,7 +221,7 @@ expect "an argument wins over a pipe: same answer" "$(cat "$T/out")" " Paris."
 check "ids through a pipe" 0 "" bash -c "printf '%s' '$PARIS' | '$K3' tokenize -q --ids-only"
 expect "ids through a pipe: same ids" "$(cat "$T/out")" "343,336,327,444,1489,311"
 
-# ---- What is meant, and what comes next -----------------------------------------------------
+# ---- Suggestions, defaults and notes -----------------------------------------------------
 
 # K3_MODEL is --model where none is given; the command line wins, and an empty one is none.
 check "K3_MODEL" 0 "model: $DEMO .from K3_MODEL" env K3_MODEL="$DEMO" "$K3" run "$PARIS"
@@ -269,7 +269,7 @@ grep -q "note: --ram" "$T/err" && fail "a --ram that fits" "$(cat "$T/err")" || 
 
 check "info says how many threads and why" 0 "" "$K3" info --model "$DEMO"
 grep -Eq "^threads +[0-9]+: [0-9]+ CPUs?, [0-9]+ cores?(, quota [0-9]+)?$" "$T/out" && pass "info: threads" || fail "info: threads" "$(cat "$T/out")"
-if command -v taskset >/dev/null; then # one allowed CPU, one thread
+if command -v taskset >/dev/null; then # where one CPU is allowed, one thread computes
     taskset -c "$(taskset -pc $$ | sed 's/.*: //;s/[^0-9].*//')" "$K3" info --model "$DEMO" >"$T/out"
     grep -Eq "^threads +1: 1 CPU, 1 core" "$T/out" && pass "info: threads of one CPU" || fail "info: threads of one CPU" "$(cat "$T/out")"
 else
@@ -308,7 +308,7 @@ done
 misuse "help --man of no command" "unknown command 'nope'" help --man nope
 misuse "help --man of two" "help takes one command" help --man run chat
 
-# A box that accepts and never speaks, one where nobody listens: one line says that none was of use.
+# A box that accepts and never answers, and an address where nobody listens: one line says that no box helped.
 check "nobody listens" 0 "no box was of use .unix:$T/no.sock.: none was there" "$K3" run --tokens 2 --tier "unix:$T/no.sock" "$PARIS"
 check "nobody listens, bench" 0 "no box was of use" "$K3" bench --tokens 1 --tier "unix:$T/no.sock"
 check "nobody listens, quiet" 0 "" "$K3" run -q --tokens 2 --tier "unix:$T/no.sock" "$PARIS"
@@ -432,7 +432,7 @@ for set in $(cat "$T/kernels"); do
     for how in "--threads 1 --chunk 1" "--threads 2 --chunk 7" "--threads 3 --chunk 64"; do
         n=13
         [ "$set" = ref ] && [ "$how" != "--threads 2 --chunk 7" ] && n=7
-        [ -n "${K3_SAN:-}" ] && n=3 # slow there, and the hashes are the plain build's to prove
+        [ -n "${K3_SAN:-}" ] && n=3 # a sanitizer is slow, and the plain build compares all hashes
         head -$n "$T/prompts" >"$T/some"
         # shellcheck disable=SC2086
         check "bench, $set $how" 0 "" "$K3" bench -q --kernels $set $how --prompts "$T/some" || continue
@@ -501,7 +501,7 @@ PY
 else
     skip "verify finds a bad scale code" "no python3"
 fi
-# What a tool leaves behind that makes a file in its full size first and was stopped half-way.
+# A file that was made in its full size and only half written, as a stopped download leaves it.
 broken unwritten model-00002-of-000003.safetensors
 cp "$DEMO/model-00002-of-000003.safetensors" "$T/unwritten/"
 n=$(size "$T/unwritten/model-00002-of-000003.safetensors")
@@ -510,7 +510,7 @@ truncate -s "$n" "$T/unwritten/model-00002-of-000003.safetensors"
 check "verify, bytes never written" 5 "bytes are zeros and nothing else \(model-00002-of-000003.safetensors, offset 0x" "$K3" verify -q --model "$T/unwritten"
 check "run, bytes never written" 0 "note: .* bytes are zeros and nothing else .*k3 verify" "$K3" run --no-stop --tokens 40 --model "$T/unwritten" --ids 1,2,3
 expect "run, bytes never written: few notes" "$(grep -c "zeros and nothing else" "$T/err")" 8
-if command -v python3 >/dev/null; then # counts of config.json that no header stands behind
+if command -v python3 >/dev/null; then # counts in config.json that no header bears out
     broken counts config.json
     python3 - "$DEMO/config.json" "$T/counts/config.json" <<'PY'
 import json, sys
@@ -552,7 +552,7 @@ check "plan at the floor" 0 "" "$K3" plan -q --threads 2 --ram "$floor" --disk 6
 expect "plan at the floor: budget" "$(awk '/^budget/ {print $4}' "$T/out")" "$floor"
 expect "plan: the parts are the budget" "$(awk '/^  [a-z]/ && !/GB.s/ {for (i = 2; i < NF; i++) if ($i ~ /^([KMGT]i)?B$/) {sum += $(i + 1); break}} END {print sum}' "$T/out")" "$floor"
 grep -q "at 6.3 GB/s" "$T/out" && pass "plan --disk" || fail "plan --disk" "$(cat "$T/out")"
-"$K3" plan -q --reader >"$T/out" 2>"$T/err" # no disk in a container's memory: an error that says so
+"$K3" plan -q --reader >"$T/out" 2>"$T/err" # in a container without a disk this is an error that says so
 case $? in
 0) grep -q "^this disk .*GB/s" "$T/out" && pass "plan --reader" || fail "plan --reader" "$(cat "$T/out")" ;;
 *) grep -q -- "--reader: " "$T/err" && skip "plan --reader" "$(cat "$T/err")" || fail "plan --reader" "$(cat "$T/err")" ;;
@@ -620,7 +620,7 @@ else
     check "prompt longer than 4096" 0 "context 4099," "$K3" run -v --tokens 2 --model "$T/longer" --ids "$long"
 fi
 
-# Peak memory: what the process really took.
+# Peak memory as the system measured it.
 peak() { # name, bytes, arguments...: at most so many
     local name="peak memory, $1" most=$2 got
     shift 2
@@ -760,7 +760,7 @@ check "a trace cut short" 2 "bad: line .* cut short" "$K3" bench --replay "$T/ba
 check "no trace" 2 "no routing trace; make one" "$K3" bench --replay "$DEMO/config.json"
 check "--write-pins alone" 2 "needs --replay" "$K3" bench --write-pins "$T/pins"
 
-# A run that fails leaves what was there; a place that is no file is not made one.
+# A run that fails leaves an old output file as it was; an output that is no regular file is not replaced by one.
 echo precious >"$T/keep"
 for option in --trace --dump-logits --trace-hash; do
     check "$option, budget too small" 4 "floor" "$K3" run -q --ids 1 --tokens 1 --ram 1 $option="$T/keep"
@@ -768,7 +768,7 @@ for option in --trace --dump-logits --trace-hash; do
 done
 check "one file for two outputs" 2 "are one file" "$K3" run -q --ids 1 --tokens 1 --trace "$T/keep" --dump-logits "$T/keep"
 expect "one file: left" "$(cat "$T/keep")" precious
-# What is written is nothing that is read, nor what another option writes.
+# No output may be a file that is read, or another option's output.
 echo "hello" >"$T/read"
 check "the prompt written over" 2 "are one file.*written over" "$K3" run -q --prompt-file "$T/read" --trace "$T/read"
 check "pins written over" 2 "are one file.*written over" "$K3" run -q --ids 1 --pins "$T/read" --dump-logits "$T/../${T##*/}/read"
@@ -785,7 +785,7 @@ check "two outputs through a link to nothing" 2 "two outputs need two" "$K3" run
 mv "$T/left" "$T/left.tmp"
 check "a state that was left is loaded and saved" 0 "" "$K3" run -q --ids 2 --tokens 1 --load "$T/left.tmp" --save "$T/left"
 
-# --save is tried before the work.
+# --save tries to make its file before anything is computed.
 mkdir "$T/dir"
 echo precious >"$T/foreign.tmp"
 check "--save into no directory" 1 "^k3: --save: .*nodir/x.tmp: No such file" "$K3" run -q --ids 1 --save "$T/nodir/x"
@@ -793,7 +793,7 @@ check "--save to a directory" 1 "not a regular file" "$K3" run -q --ids 1 --save
 check "--save beside a file of somebody's" 1 "is in the way" "$K3" run -q --ids 1 --save "$T/foreign"
 expect "it is left" "$(cat "$T/foreign.tmp")" precious
 
-# Files without an end, and such as are no text.
+# Prompt files without an end, and files that are no text.
 check "a prompt without an end" 1 "more than [0-9]+ bytes: no text of that length fits" "$K3" run -q --ram 60M --prompt-file /dev/zero
 check "prompts without an end" 1 "more than [0-9]+ bytes" "$K3" bench -q --ram 60M --prompts /dev/zero
 check "pins without an end" 1 "zero: not a regular file" "$K3" run -q --ids 1 --pins /dev/zero
@@ -848,11 +848,11 @@ stopped() {
         kill -0 $pid 2>/dev/null || break
         sleep 0.05
     done
-    kill -9 $pid 2>/dev/null # after half a minute it does not end by itself
+    kill -9 $pid 2>/dev/null # it has not ended within half a minute
     wait $pid
 }
 for sig in INT TERM; do
-    : >"$T/out" # empty before it is looked at
+    : >"$T/out" # so that no old output is looked at
     stopped $sig "$T/out" --no-stop --tokens 4000 "$PARIS"
     expect "SIG$sig: exit" $? 130
     grep -aq "^ P" "$T/out" && grep -q "(interrupt)" "$T/err" && pass "SIG$sig: text and statistics" ||

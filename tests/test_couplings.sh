@@ -2,8 +2,8 @@
 # test_couplings.sh - constants that depend on each other: a wrong value does not compile.
 #
 # Each case changes one constant in a copy of the sources and compiles one file; the compiler must refuse it
-# and name the rule (STATIC_ASSERT of k3_common.h). Without the rules some of these values give other bits
-# from run to run, and nothing says so.
+# and name the rule (STATIC_ASSERT of k3_common.h). Without the rules some of these values would change the
+# bits from run to run without any error.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 : "${CC:=cc}"
@@ -12,11 +12,11 @@ trap 'rm -rf "$T"' EXIT
 cp ./*.c ./*.h "$T" && mkdir "$T/cli" && cp cli/*.h "$T/cli" || exit 1
 passed=0 failed=0
 
-compiles() { # file: its messages go to $T/said
+compiles() { # FILE [FLAGS]: the compiler's messages go to $T/said
     (cd "$T" && $CC -std=c99 -D_GNU_SOURCE -I. -fsyntax-only ${2:-} "$1") >"$T/said" 2>&1
 }
 
-# wrong FILE CONSTANT VALUE COMPILED RULE
+# wrong FILE CONSTANT VALUE COMPILED RULE [FLAGS]: with CONSTANT set to VALUE in FILE, COMPILED must break RULE
 wrong() {
     cp "$1" "$T/saved"
     sed -E "s/^(#define $2 +).*/\\1$3/" "$1" >"$T/$1"
@@ -43,8 +43,8 @@ wrong experts.h ROW_TILE 192 k3.c streamed_pieces_are_whole_tiles
 wrong k3.c PIECE_ROWS 32 k3.c streamed_pieces_are_whole_tiles
 wrong k3_mla.c MLA_BLOCK 512 k3_mla.c mla_block_is_that_of_numerics_3
 wrong k3.c CHUNK_SHORT 1024 k3.c a_planned_chunk_fits_a_request
-wrong k3.c RADIX_BITS 10 k3.c digits_cover_a_key
-wrong k3.c SAMPLE_BINS 131072u k3.c a_bin_fits_its_number
+wrong k3_sample.c RADIX_BITS 10 k3.c digits_cover_a_key
+wrong k3_sample.c SAMPLE_BINS 131072u k3.c a_bin_fits_its_number
 wrong k3_disk.h IO_ALIGN 512u k3_disk.c io_align_is_a_block
 wrong kernels.h K3_GROUP 64 k3_model.c mxfp4_group_is_a_packed_group
 wrong kernels.h K3_KERNEL_ROWS 9 experts.c row_tile_is_whole_kernel_rows

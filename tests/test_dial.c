@@ -61,7 +61,7 @@ static bool certificate_write(void) {
 
 typedef struct {
     int ear, n_conns;
-    bool is_tls, is_short; /* is_short: closes after the first bytes */
+    bool is_tls, is_short; /* is_short: closes after its first bytes */
     char port[8];
     pthread_t thread;
 } far_end;
@@ -72,7 +72,7 @@ typedef struct {
 } far_conn;
 
 static void socket_shrink(int fd) {
-    int room = 65536; /* less, and TCP on loopback waits for its timers */
+    int room = 65536; /* with less TCP on loopback waits for its timers */
     setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
     setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &room, sizeof room);
 }
@@ -84,9 +84,10 @@ static ssize_t far_move(tier_tls_conn *c, int fd, uint8_t *p, size_t n, bool is_
     return k > 0 ? k : -1;
 }
 
-/* Send back what comes; read only when poll or tier_tls_holds says so. Now and then we change our keys;
- * both ends change theirs where the near end has sent all it wants to: OpenSSL 3.0 answers a request in
- * its SSL_read, and takes the answer for a wrong retry ("bad length") when a write is half done. */
+/* The far end: send back what comes, and read only when poll() or tier_tls_holds() says so. Now and
+ * then it changes its keys. Both ends change theirs only where the near end has sent all that it
+ * wants to: OpenSSL 3.0 answers a request for new keys inside its SSL_read, and when a write is
+ * half done it takes that answer for a wrong retry ("bad length"). */
 static void *far_echo(void *arg) {
     far_conn *f = arg;
     uint8_t buf[5003];
@@ -119,7 +120,8 @@ static void *far_echo(void *arg) {
     return NULL;
 }
 
-/* Like k3-tier, the far end has no use for SIGPIPE; the near end's threads take it as the system has it. */
+/* The far end's thread ignores SIGPIPE, as k3-tier does; in the near end's threads SIGPIPE has its
+ * default. */
 static void *far_main(void *arg) {
     far_end *e = arg;
     pthread_t threads[MANY];
@@ -136,7 +138,7 @@ static void *far_main(void *arg) {
     return NULL;
 }
 
-/* n_conns 0: it listens, and nobody ever accepts. */
+/* Start a far end that serves n_conns connections. With 0 it listens and never accepts. */
 static void far_start(far_end *e, bool is_tls, int n_conns) {
     struct sockaddr_in sa = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t n = sizeof sa;
@@ -164,7 +166,8 @@ static tier_addr address(const far_end *e) {
 
 static uint8_t pattern(size_t i) { return (uint8_t)(i * 2654435761u >> 13 ^ i >> 16); }
 
-/* Send `total` bytes while they come back; NULL, or what went wrong. Few go in one piece. */
+/* Send `total` bytes while they come back. Returns NULL, or what went wrong. Up to FEW bytes go in
+ * one piece. */
 static const char *stream_run(tier_link *l, size_t total) {
     static __thread uint8_t out[70000], in[5001];
     size_t n_out = 0, at = 0, len = 0, n_in = 0;
@@ -221,7 +224,7 @@ static void *many_main(void *arg) {
     return why ? "" : NULL;
 }
 
-/* All at once. */
+/* Many streams at once, each in a thread of its own. */
 static void test_many(bool is_tls) {
     far_end e = {.is_short = false};
     pthread_t threads[MANY];
@@ -236,7 +239,8 @@ static void test_many(bool is_tls) {
     far_stop(&e);
 }
 
-/* The other end goes away while we send: an end, not a signal. SIGPIPE is as the system has it. */
+/* The far end closes while the near end sends: that is the end of the link and raises no signal.
+ * SIGPIPE has its default here. */
 static void test_gone(bool is_tls) {
     static uint8_t bytes[4096];
     far_end e = {.is_short = true};
@@ -257,7 +261,7 @@ static void test_gone(bool is_tls) {
     far_stop(&e);
 }
 
-/* One key update after another, then a byte: the thread of a server that says nothing else. */
+/* Send one key update after another, then a byte: a server that otherwise says nothing. */
 static void *updates_main(void *arg) {
     far_end *e = arg;
     uint8_t byte;
@@ -275,7 +279,8 @@ static void *updates_main(void *arg) {
     return NULL;
 }
 
-/* A call takes one record, also one without data: or who sends them without end keeps it for ever. */
+/* A call takes one record, also one without data. Otherwise a peer that sends such records without
+ * end would keep the call for ever. */
 static void test_updates(void) {
     far_end e = {.is_short = false};
     tier_link l;
@@ -331,7 +336,7 @@ static int count_fds(void) {
     return n;
 }
 
-/* Another certificate in its place is no box of ours. */
+/* A far end with another certificate is refused. */
 static void test_distrust(void) {
     far_end e = {.is_short = false};
     tier_link l;
@@ -355,7 +360,7 @@ int main(void) {
     trust = (tier_trust){.ca = cert, .flag = "--tier"};
     server_trust = (tier_trust){.cert = cert, .key = key, .flag = "--tls"};
     CHECK_EQ_INT(tier_tls_open(&tls, &server_trust, why, sizeof why), 0);
-    test_stream(false); /* and whatever libraries open once and for all is open */
+    test_stream(false); /* from here on everything that libraries open once is open */
     int before = count_fds();
     test_many(false);
     test_gone(false);

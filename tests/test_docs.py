@@ -14,22 +14,16 @@ import shlex
 import subprocess
 import sys
 
+import checks
+from checks import check
+
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 K3 = os.path.abspath(os.environ.get("K3", os.path.join(TOP, "build/k3")))
 TIER = os.environ.get("K3_TIER", K3 + "-tier")
 os.chdir(TOP)
 DOCS = ["README.md", "docs/USE.md", "docs/TIER.md", "docs/GPU.md", "docs/NUMBERS.md", "CONTRIBUTING.md"]
 OTHERS = {"git", "cd", "sudo", "python3", "~/hf/bin/pip", "~/hf/bin/hf", "openssl", "umask", "df", "echo", "cat"}
-n_passed = n_failed = n_skipped = 0
-
-
-def check(name, ok, why=""):
-    global n_passed, n_failed
-    if ok:
-        n_passed += 1
-    else:
-        n_failed += 1
-        print(f"FAIL {name}: {why}")
+checks.begin("docs")
 
 
 def output(*args):
@@ -135,7 +129,6 @@ def test_detection():
 
 
 def test_readme():
-    global n_skipped
     text = open("README.md", encoding="utf-8").read()
     check("README.md: words", len(text.split()) <= 1500, f"{len(text.split())}, at most 1500")
     table = re.search(r"<!-- made by scripts/expect.sh -->\n(.*?)<!-- end -->", text, re.S)
@@ -150,5 +143,4 @@ def test_readme():
 test_detection()
 test_commands()
 test_readme()
-print(f"docs: {n_passed} passed, {n_failed} failed, {n_skipped} skipped")
-sys.exit(n_failed > 0)
+sys.exit(checks.finish())

@@ -22,16 +22,13 @@ static long n_mallocs; /* allocations by the engine itself */
 #include <json-c/json.h>
 #undef malloc
 #undef calloc
+#include "greedy.h"
 #include "test.h"
 
 static const char *demo_dir, *scripts_dir, *data_dir;
-static bool is_quick, is_short; /* --short, of `make test`: less of what is slow */
+static bool is_quick, is_short; /* is_short: --short, for `make test`: less of what is slow */
 
 #define MAX_IDS 1024
-
-typedef struct {
-    uint64_t ids, logits, trace;
-} hashes;
 
 /* ---- Running ---- */
 
@@ -51,35 +48,15 @@ static k3_engine *open_model(const char *dir, const char *kernels, int n_threads
     return e;
 }
 
-static void trace_add(void *user, uint64_t pos, uint32_t il, uint64_t fnv) {
-    (void)pos;
-    (void)il;
-    uint64_t *h = user;
-    *h = k3_fnv1a(*h, &fnv, sizeof fnv);
-}
-
-/* Prompt, then n_gen greedy ids without stopping, on a fresh timeline of `s`. */
 static int generate(k3_session *s, const uint32_t *prompt, size_t n_prompt, size_t n_gen,
                     uint32_t *out, hashes *h) {
-    const k3_shape *sh = k3_engine_shape(s->e);
-    float *row = malloc(sh->vocab_size * sizeof *row);
     k3_error err = {""};
-    *h = (hashes){K3_FNV_BASIS, K3_FNV_BASIS, K3_FNV_BASIS};
-    k3_session_reset(s);
-    k3_session_trace(s, trace_add, &h->trace);
-    int rc = k3_session_feed(s, prompt, n_prompt, K3_ROWS_LAST, row, &err);
-    for (size_t i = 0; rc == 0 && i < n_gen; i++) {
-        out[i] = k3_sample_greedy(row, sh->vocab_size);
-        h->ids = k3_fnv1a(h->ids, &out[i], sizeof out[i]);
-        h->logits = k3_fnv1a(h->logits, row, sh->vocab_size * sizeof *row);
-        if (i + 1 < n_gen) rc = k3_session_feed(s, &out[i], 1, K3_ROWS_LAST, row, &err);
-    }
+    int rc = greedy_run(s, k3_engine_shape(s->e)->vocab_size, prompt, n_prompt, n_gen, out, h, &err);
     if (rc < 0) printf("generate: %s\n", err.text);
-    free(row);
     return rc;
 }
 
-/* NaN counts as the largest. */
+/* *m = max(*m, v), where a NaN is the largest value. */
 static void keep_max(double *m, double v) {
     if (!(v <= *m)) *m = v;
 }
@@ -93,7 +70,8 @@ static size_t parse_ids(const char *text, uint32_t *ids) {
     return n;
 }
 
-/* Line `index` of a TSV after the tab that ends its first column; false at the end. */
+/* Read line `index` of a TSV; *rest is what follows the tab behind its first column. false: no such
+ * line. */
 static bool tsv_line(const char *path, int index, char *line, int cap, char **rest) {
     FILE *f = fopen(path, "r");
     bool is_found = false;
@@ -123,7 +101,7 @@ static bool golden_hashes(int index, hashes *h) {
 
 #define N_GOLDEN 13
 
-/* Every published hash, with one kernel set, thread count and chunk. */
+/* Compare every published hash, with one kernel set, thread count and chunk. */
 static void test_golden(const char *kernels, int n_threads, int chunk, int first, int step_by) {
     uint32_t prompt[MAX_IDS], out[32];
     k3_error err;
@@ -160,7 +138,7 @@ static void test_golden_all(void) {
     }
 }
 
-/* The torch logits of three prompts. */
+/* Compare with the torch logits of three prompts. */
 static void test_golden_logits(void) {
     char path[4096];
     k3_error err;
@@ -223,7 +201,7 @@ static bool trace_open(trace_file *t, const char *path) {
            read_f32(t->f, t->logits, (size_t)t->n_pos * t->vocab);
 }
 
-/* The next record: blocks and P before a layer, and what should come out. */
+/* Read the next record: blocks and P before a layer, and what the layer must give. */
 static bool trace_layer(trace_file *t, stream_bufs *b, uint32_t *n_blocks, float *want) {
     size_t n = (size_t)t->n_pos * t->hidden;
     if (!read_u32(t->f, n_blocks, 1)) return false;
@@ -232,7 +210,7 @@ static bool trace_layer(trace_file *t, stream_bufs *b, uint32_t *n_blocks, float
     return read_f32(t->f, b->P, n) && (!want || read_f32(t->f, want, n));
 }
 
-/* Each layer fed the reference's own input agrees to 1e-5 of its largest output. */
+/* Feed each layer the reference's own input: its output must agree to 1e-5 of the largest element. */
 static void test_layers(k3_session *s, trace_file *t, const char *name) {
     k3_engine *e = s->e;
     k3_error err = {""};
@@ -274,7 +252,7 @@ static void test_layers(k3_session *s, trace_file *t, const char *name) {
     free(head);
 }
 
-/* End to end: logits to 2e-4 of their range, greedy ids the same unless the margin is less. */
+/* End to end: logits must agree to 2e-4 of their range, and greedy ids unless the margin is less. */
 static void test_end_to_end(k3_session *s, const trace_file *t, const char *name) {
     size_t V = t->vocab;
     float *row = malloc((size_t)t->n_pos * V * sizeof *row);
@@ -299,7 +277,7 @@ static void test_end_to_end(k3_session *s, const trace_file *t, const char *name
     free(row);
 }
 
-/* The same model and prompt through every kernel set, thread count and chunk. */
+/* Run the same model and prompt with every kernel set, thread count and chunk. */
 static void test_same_bits(const char *dir, const uint32_t *prompt, size_t n, size_t n_gen,
                            const char *name) {
     static const int threads[] = {1, 2, 3}, chunks[] = {1, 7, 64};
@@ -425,7 +403,7 @@ static void trace_run(k3_session *s, trace_list *t) {
     CHECK(k3_session_feed(s, ids, 4, K3_ROWS_NONE, NULL, &err) == 0);
 }
 
-/* One flipped weight bit shows first at its own layer. */
+/* One flipped bit of a weight must show first in the trace of its own layer. */
 static void test_planted_fault(void) {
     static const struct {
         uint32_t il;
@@ -442,7 +420,7 @@ static void test_planted_fault(void) {
     for (size_t i = 0; i < sizeof plant / sizeof *plant; i++) {
         uint16_t *w = (uint16_t *)(uintptr_t)e->layers[plant[i].il].m[plant[i].t];
         size_t at = 0;
-        while ((w[at] & 0x7f80) < 0x3c00) at++; /* a weight that matters */
+        while ((w[at] & 0x7f80) < 0x3c00) at++; /* a weight not near zero */
         w[at] ^= 1;
         trace_run(s, &bad);
         w[at] ^= 1;
@@ -456,7 +434,7 @@ static void test_planted_fault(void) {
     k3_engine_close(e);
 }
 
-/* Two timelines of one engine, taken in turn, are what each is alone. */
+/* Two sessions of one engine, fed in turn, must each give what it gives alone. */
 static void test_sessions(void) {
     uint32_t a[MAX_IDS], b[MAX_IDS], out[32];
     size_t na = golden_prompt(0, a), nb = golden_prompt(7, b);
@@ -566,7 +544,7 @@ static void test_state_and_allocations(void) {
 #endif
     fp_restore(ftz);
     CHECK(generate(s, ids, n, 32, out, &got) == 0);
-    CHECK_EQ_INT(fp_save() & ~0x3fu, ftz & ~0x3fu); /* but for the sticky flags */
+    CHECK_EQ_INT(fp_save() & ~0x3fu, ftz & ~0x3fu); /* without the sticky flags */
     fp_restore(plain);
     CHECK(got.logits == want.logits && got.trace == want.trace);
 
@@ -905,7 +883,7 @@ static void test_sampler_plain(void) {
         }
     }
     CHECK_EQ_INT(n_same, n_case);
-    int n_large = 0; /* what the last bin relies on */
+    int n_large = 0; /* the last bin relies on this */
     for (float x = SAMPLE_FAR * 0.999f; x < 120.0f; x *= 1.000244140625f)
         n_large += !(k3_exp(-x) < 0x1p-24f);
     CHECK_EQ_INT(n_large, 0);

@@ -146,7 +146,7 @@ static void request_fill(request *r, const model *m, uint32_t n_rows, uint32_t n
             takes[t][e] = 1;
         }
     for (uint32_t e = 0; e < n_experts; e++) {
-        gpu_item it = {m->n - 1 - e, r->n_pairs, 0}; /* slots the other way round */
+        gpu_item it = {m->n - 1 - e, r->n_pairs, 0}; /* experts in slots in reverse order */
         for (uint32_t t = 0; t < n_rows; t++)
             if (takes[t][e]) {
                 r->row[r->n_pairs] = t;
@@ -157,7 +157,7 @@ static void request_fill(request *r, const model *m, uint32_t n_rows, uint32_t n
     }
 }
 
-/* What the device must give: each expert by itself, so that a bad one is known. */
+/* What the device must compute, expert by expert, so that one out of range is known. */
 typedef struct {
     request *r;
     model *m;
@@ -214,7 +214,7 @@ static bool request_run(gpu *g, request *r, uint32_t latent) {
     return true;
 }
 
-/* Run, and again without what went bad, as the server does. */
+/* Run the request; run it again without the experts that were out of range, as the server does. */
 static void request_check(gpu *g, request *r, model *m, const char *what) {
     uint32_t n = 0;
     bool is_any = false;
@@ -298,7 +298,7 @@ static void test_codes(void) {
     request_make(&r, 512, 1, 1, 1);
     uint64_t q = part(&m, 0), s = part(&m, 1);
     for (int pass = 0; pass < 64; pass++) {
-        const uint64_t n_codes = pass % 2 ? 253 : 129; /* of either kernel */
+        const uint64_t n_codes = pass % 2 ? 253 : 129; /* one pass for each of the two kernels */
         uint8_t *b = m.bytes;
         for (uint64_t row = 0; row < 512; row++)
             for (uint64_t i = 0; i < 256; i++) {
@@ -369,7 +369,7 @@ static void test_long(bool is_tiny) {
     model_free(&m);
 }
 
-/* Slots are filled while others compute. */
+/* Fill slots while other requests compute. */
 typedef struct {
     gpu *g;
     const model *m;
@@ -411,7 +411,7 @@ static void test_uploads(bool is_quick) {
     model_free(&m);
 }
 
-/* No device: SKIP. Anything else that is wrong with it is a failure, of whatever comes next. */
+/* No device: SKIP. Any other fault of the device is no reason to skip: the cases below then fail. */
 static void skip_without_device(void) {
     gpu *g;
     gpu_options o = {
@@ -449,7 +449,7 @@ static void test_million(void) {
     printf("requests, memory of the process, free VRAM:\n");
     for (int i = 0; i < 1000000; i++) {
         if (i % 1000 == 0) request_fill(&r, &m, 1 + below(8), 64, 1 + below(16), false);
-        if (i % 1000 == 0 && (i < 100000 || i == 999000)) /* the CPU's part takes memory of its own */
+        if (i % 1000 == 0 && (i < 100000 || i == 999000)) /* comparing takes memory of its own */
             request_check(g, &r, &m, "million");
         else if (!request_run(g, &r, 128))
             check(false, "million", (uint64_t)i);
@@ -465,7 +465,8 @@ static void test_million(void) {
             taken = (int64_t)(vram - gpu_free_bytes(g));
         }
     }
-    /* Pages that are touched late, by a driver's thread say, come once; what leaks comes again. */
+    /* Pages that are touched late, by a driver's thread for example, count once; a leak counts in
+     * every half. */
     printf("in the last 500,000: memory of the process %+lld bytes, VRAM %+lld\n", (long long)grown,
            (long long)taken);
     check(grown <= 64 << 10, "memory of the process grew", (uint64_t)grown);
@@ -475,8 +476,8 @@ static void test_million(void) {
     model_free(&m);
 }
 
-/* A slot that is none makes the kernel read where nothing is: from then on the device is lost to this
- * process, and every call has to say so and come back. */
+/* A slot number out of range makes the kernel read unmapped memory. From then on the device is lost
+ * to this process, and every call has to return an error, and return. */
 static void test_lost(void) {
     model m;
     request r;

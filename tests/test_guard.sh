@@ -1,5 +1,5 @@
 #!/bin/sh
-# test_guard.sh - what runs the tests: it bounds them, ends what they leave, and says so.
+# test_guard.sh - tests/guard.c: it bounds a test's time, ends the processes that the test leaves, and reports both.
 set -u
 : "${BUILD:=build}"
 guard=$BUILD/guard

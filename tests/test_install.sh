@@ -1,5 +1,5 @@
 #!/bin/bash
-# test_install.sh - what `make install` writes works where it lies, and `make uninstall` removes just that.
+# test_install.sh - what `make install` writes works in its place, and `make uninstall` removes exactly that.
 #
 #   BUILD=build CC=cc K3_LIBS="..." tests/test_install.sh
 #
@@ -21,7 +21,7 @@ ok() { # NAME, then a command that must succeed
 same() { [ "$1" = "$2" ] || { printf "  got  '%.300s'\n  want '%.300s'\n" "$1" "$2"; false; }; }
 does() { BUILD=$BUILD PREFIX=$prefix DESTDIR=$dest LIBS="$K3_LIBS" scripts/install.sh "$1"; }
 
-# Into an empty place, with a blank in its name, and out again.
+# Install into an empty directory with a blank in its name.
 dest="$T/a stage" prefix=/usr
 mkdir "$dest"
 ok "install" does install
@@ -47,7 +47,7 @@ else
     echo "install: SKIP no groff to read the man pages"
 fi
 
-# The installed program finds its own files, wherever it was moved to with them.
+# The installed program finds its files, also after it was moved together with them.
 mv "$dest" "$T/moved"
 at="$T/moved/usr"
 err=$("$at/bin/k3" run --tokens 4 "The capital of France is" 2>&1 >"$T/out")
@@ -78,9 +78,9 @@ else
     ok "its version" same "$(flags --modversion)" "$("$BUILD/k3" -V | cut -d' ' -f2)"
 fi
 
-# Completion, as bash asks for it.
+# Completion, called as bash does.
 # shellcheck disable=SC1091
-completes() { # WORDS...: what may follow
+completes() { # WORDS...: print the words that may follow
     bash -c 'source "$0"; COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)); _k3; echo "${COMPREPLY[*]}"' \
         "$at/share/bash-completion/completions/k3" "$@"
 }
@@ -92,7 +92,7 @@ ok "a file" same "$(completes k3 run --prompt-file LICEN)" LICENSE
 ok "a directory" same "$(completes k3 run --model dem)" demo
 ok "no option of another command" same "$(completes k3 bench --json)" ""
 
-# Out again: what was there before stays, what was made goes.
+# Uninstall: files that were there before stay, all that was installed goes.
 dest=$T/moved
 ok "uninstall" does uninstall
 ok "nothing is left" same "$(find "$T/moved")" "$T/moved"

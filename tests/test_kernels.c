@@ -45,7 +45,7 @@ static const char *data_dir = "tests/data";
  * Plain and slow. fmaf is the C library's; test_state_of_floats() tries it first.
  */
 
-/* NUMERICS 2: the fold, as the tree it is. `step` 16 is the lanes themselves. */
+/* NUMERICS 2: the fold as a tree. At `step` 16 a leaf is a lane. */
 static float oracle_level(const float lane[16], int step, int l) {
     if (step == 16) return lane[l];
     return oracle_level(lane, 2 * step, l) + oracle_level(lane, 2 * step, l + step);
@@ -196,11 +196,11 @@ typedef struct {
     bool nan_is_nan; /* any NaN is as good as another */
 } trial;
 
-/* Canary of outputs and poison of gaps: NaNs with a mark. */
+/* A NaN with a mark: fills outputs before a call, and gaps that no kernel may read. */
 #define CANARY 0x7fc0dead
 #define POISON 0x7fa5
 
-/* -- Memory for images: taken in a row, given back at once. */
+/* -- Memory for images: taken one block after another, all given back at once. */
 #define POOL_BYTES ((size_t)48 << 20)
 static uint8_t *pool;
 static size_t pool_used;
@@ -270,7 +270,7 @@ static void family_begin(const char *kernel, const char *shapes) {
     family_runs = 0;
 }
 
-/* Count a mismatch; the first of a table and family is described. */
+/* Count a mismatch. The first one of a table and family is printed. */
 static void family_fail(size_t k, const shape *s, const char *format, ...) {
     if (family_bad[k]++) return;
     printf("MISMATCH %s %s [%s] ", tables[k]->name, family_kernel, family_shapes);
@@ -372,7 +372,7 @@ static uint64_t seed = 1;
 static uint64_t rnd(void) { return test_random(&seed); }
 static size_t rnd_below(size_t n) { return (size_t)(rnd() >> 11) % n; }
 
-/* Random sign and mantissa, exponent low .. high; subnormal where it must be. */
+/* A float of random sign and mantissa, exponent low .. high; subnormal below the normal range. */
 static float rnd_f32(int low, int high) {
     float m = 1.0f + (float)(rnd() >> 41) * 0x1p-23f;
     m = ldexpf(m, low + (int)rnd_below((size_t)(high - low + 1)));
@@ -545,7 +545,7 @@ static void test_matmul_shapes(format f) {
     family_end();
 }
 
-/* The widths of the model, and one off them. */
+/* The widths of the model, and one column more and less. */
 static void test_matmul_wide(format f) {
     static const size_t lengths[] = {7168, 1536, 7167, 3601};
     static const size_t rows[] = {1, 3, 9, 33}, batch[] = {1, 2, 9, 17};
@@ -664,7 +664,7 @@ static void test_mxfp4(void) {
 }
 
 /* -- Few vectors, where each number of vectors has tiles of its own: 1 to 9 vectors against 1 to 13
- * rows, and two row counts behind the blocks of rows that one set makes. */
+ * rows, and against two row counts just past the blocks of rows that a set makes. */
 static void try_few(const sample *s, size_t n_skip) {
     for (size_t batch = 1; batch <= 9; batch++)
         for (size_t rows = 1; rows <= 15; rows++)
@@ -672,8 +672,8 @@ static void try_few(const sample *s, size_t n_skip) {
                 try_matmul(s, rows < 14 ? rows : rows == 14 ? 25 : 51, batch, rows % 2, batch % 2);
 }
 
-/* Short rows; rows that end in every way; one column more than the 1024 that stay in L1, and one
- * group, and so many that they do so twice. */
+/* Short rows; rows that end at every place in a group; one column and one group more than the 1024
+ * columns that stay in L1, and twice as many. */
 static void test_few_bf16(void) {
     static const size_t lengths[] = {1, 31, 32, 33, 65, 127, 1024, 1025, 1056, 2079};
     family_begin("matmul_bf16", "1..9 vectors x 1..13 rows");
@@ -685,8 +685,8 @@ static void test_few_bf16(void) {
     family_end();
 }
 
-/* The same of MXFP4: all drawings of scales, at one group, at a last group that is first, second,
- * third or fourth of its line of memory, and beyond 1024 columns. */
+/* The same for MXFP4: every way of drawing scales, with one group, with a last group that is first,
+ * second, third or fourth of its cache line, and with more than 1024 columns. */
 static void test_few_mxfp4(void) {
     static const size_t groups[] = {1, 2, 3, 4, 5, 32, 33, 67};
     for (scale_kind k = FLAT; k < N_SCALES; k++) {
@@ -700,8 +700,8 @@ static void test_few_mxfp4(void) {
     }
 }
 
-/* Rows of which every weight is -0, a code is 0, or every weight is the largest, between others: a
- * tile that takes the scale, the sign or the sum of a neighbour is seen. */
+/* Between other rows, some whose weights are all -0, whose code is 0, or whose weights are all the
+ * largest: a tile that takes the scale, sign or sum of a neighbouring row gives other bits. */
 static void test_few_rows_apart(void) {
     family_begin("matmul_mxfp4", "rows of -0, of code 0 and 252");
     for (size_t batch = 1; batch <= 9; batch++)
@@ -724,7 +724,7 @@ static void test_few_rows_apart(void) {
     family_end();
 }
 
-/* Each of the 253 x 16 weights alone, through x = 2^k of one place. */
+/* Each of the 253 x 16 weights alone, read back through an x that is 2^k in one place. */
 static void test_mxfp4_values(void) {
     family_begin("matmul_mxfp4", "every code and nibble");
     for (unsigned code = 0; code <= K3_SCALE_MAX; code += is_quick ? 4 : 1) {
@@ -791,7 +791,7 @@ static void test_matmul_gaps(void) {
     family_end();
 }
 
-/* A thread may get no rows: nothing is written. */
+/* n_rows 0, as a thread may get: nothing is written. */
 static void test_matmul_no_rows(void) {
     family_begin("matmul_*", "no rows");
     float x[64] __attribute__((aligned(64))) = {0}, y[2];
@@ -822,7 +822,7 @@ static void test_dot(void) {
             float *a = take_f32(n), *b = take_f32(n);
             for (size_t j = 0; j < n; j++) a[j] = draw_w(kd), b[j] = draw_x(kd);
             float want = oracle_dot16(a, b, n);
-            if (kd == VANISH && n % 32 == 0) /* this kind does what it is for */
+            if (kd == VANISH && n % 32 == 0) /* the sum is -0, as this kind wants */
                 CHECK(oracle_bits(oracle_sum16(a, b, n)) == 0x80000000);
             trial t = {.call = call_dot, .s = {.n = n, .kind = kind_name[kd]}};
             add_buffer(&t, take_canary(1), &want, 4, 4);
@@ -1314,7 +1314,7 @@ static void call_add_q40(const k3_kernels *K, void **p, const shape *s) {
     memcpy(p[2], &r, sizeof r);
 }
 
-/* A bad term: only the answer counts, q is unspecified. */
+/* With a term out of range only the return value counts; q is unspecified. */
 static void call_bad_q40(const k3_kernels *K, void **p, const shape *s) {
     int64_t q[256] = {0};
     size_t r = K->add_q40(q, p[0], s->a, s->n);
@@ -1366,7 +1366,7 @@ static void test_add_q40(void) {
             float *y = take_f32(n);
             for (size_t j = 0; j < n; j++) y[j] = rnd_f32(-20, 10);
             y[i] = oracle_from_bits(bad[(n + i) % LEN(bad)]);
-            if (i + 3 < n) y[i + 3] = oracle_from_bits(0x7fc00000); /* the first one counts */
+            if (i + 3 < n) y[i + 3] = oracle_from_bits(0x7fc00000); /* the answer is the first bad term */
             size_t zero = 0;
             trial t = {.call = call_bad_q40, .s = {.n = n, .a = 1.0f}};
             add_buffer(&t, y, NULL, n * 4, 4);
@@ -1449,7 +1449,7 @@ static double ulps(float got, double exact) {
 
 /* Worst errors seen, and mismatches per table and kernel. */
 enum { SWEEP_EXP, SWEEP_SIGMOID, SWEEP_G, SWEEP_U, SWEEP_MUL, SWEEP_CONV, SWEEP_DECAY, N_SWEEPS };
-#define N_SWEEPS_ALL (SWEEP_U + 1) /* over all patterns only these: the rest is made of them */
+#define N_SWEEPS_ALL (SWEEP_U + 1) /* the sweep over all patterns has only these: the others are made of them */
 static const char *const sweep_name[N_SWEEPS] = {"exp_sub",     "sigmoid",   "situ (g)", "situ (u)",
                                                  "mul_sigmoid", "conv_silu", "kda_decay"};
 typedef struct {
@@ -1507,7 +1507,7 @@ static void sweep_want(sweep_block *b, size_t n, int which) {
     }
 }
 
-/* The inline definitions of kernels.h, as k3.c and CUDA use them. */
+/* Count the differences to the inline definitions of kernels.h, which k3.c and CUDA use. */
 static uint64_t sweep_inline(const sweep_block *b, size_t n) {
     uint64_t n_bad = 0;
     for (size_t i = 0; i < n; i++) {
@@ -1518,7 +1518,7 @@ static uint64_t sweep_inline(const sweep_block *b, size_t n) {
     return n_bad;
 }
 
-/* Up to SWEEP inputs, in b->x. */
+/* Run every table on the n <= SWEEP inputs in b->x. */
 static void sweep_run(sweep_block *b, size_t n, sweep_result *res) {
     res->n += n;
     for (size_t i = 0; i < n; i++) {
@@ -1772,7 +1772,7 @@ static void open_tables(void) {
     for (size_t k = 0; k < n_tables; k++) printf(" %s", tables[k]->name);
     printf("%s\n", is_quick ? ", quick" : "");
     CHECK(n_tables > 0);
-    for (size_t k = 0; k < n_tables; k++) { /* complete: no member is empty */
+    for (size_t k = 0; k < n_tables; k++) { /* no member of a table is empty */
         void *const *field = (void *const *)(const void *)tables[k];
         size_t n_empty = 0;
         for (size_t i = 0; i < sizeof *tables[k] / sizeof *field; i++) n_empty += !field[i];

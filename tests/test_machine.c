@@ -38,7 +38,7 @@ static void put(const char *name, const char *text) {
     fclose(f);
 }
 
-/* Where allowed is "0", "1", ... for each CPU that the process may use. */
+/* The CPUs of the machine where the process may run on CPUs `first` .. first + n - 1. */
 static machine_cpus cpus(int first, int n) {
     cpu_set_t set;
     CPU_ZERO(&set);
@@ -88,11 +88,11 @@ static void test_quota(void) {
     put("proc/self/cgroup", "0::/a/b/c\n");
     put("sys/fs/cgroup/a/b/c/cpu.max", "max 100000\n");
     CHECK_EQ_INT(cpus(0, 64).n_quota, 0);
-    put("sys/fs/cgroup/a/cpu.max", "800000 100000\n"); /* of a parent */
+    put("sys/fs/cgroup/a/cpu.max", "800000 100000\n"); /* the quota of a parent */
     CHECK_EQ_INT(cpus(0, 64).n_quota, 8);
     CHECK_EQ_INT(machine_threads(cpus(0, 64)), 8);
     CHECK_EQ_INT(machine_threads(cpus(0, 4)), 4); /* fewer cores than the quota pays for */
-    put("sys/fs/cgroup/a/b/cpu.max", "250000 100000\n"); /* the least, rounded up */
+    put("sys/fs/cgroup/a/b/cpu.max", "250000 100000\n"); /* the least counts, rounded up */
     CHECK_EQ_INT(cpus(0, 64).n_quota, 3);
     put("sys/fs/cgroup/a/b/c/cpu.max", "1000 100000\n");
     CHECK_EQ_INT(machine_threads(cpus(0, 64)), 1);
@@ -113,13 +113,13 @@ static void test_quota_v1(void) {
     put("proc/self/cgroup", "5:cpuset:/other\n4:cpu,cpuacct:/docker/x\n1:name=cpu:/y\n0::/\n");
     put("sys/fs/cgroup/cpu/docker/x/cpu.cfs_quota_us", "-1\n");
     put("sys/fs/cgroup/cpu/docker/x/cpu.cfs_period_us", "100000\n");
-    put("sys/fs/cgroup/cpu/y/cpu.cfs_quota_us", "1\n"); /* of another hierarchy's name */
+    put("sys/fs/cgroup/cpu/y/cpu.cfs_quota_us", "1\n"); /* a group of another hierarchy: not looked at */
     put("sys/fs/cgroup/cpu/y/cpu.cfs_period_us", "100000\n");
     CHECK_EQ_INT(cpus(0, 64).n_quota, 0);
     put("sys/fs/cgroup/cpu/docker/cpu.cfs_quota_us", "150000\n");
     put("sys/fs/cgroup/cpu/docker/cpu.cfs_period_us", "50000\n");
     CHECK_EQ_INT(cpus(0, 64).n_quota, 3);
-    put("sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_quota_us", "100001\n"); /* no link named cpu */
+    put("sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_quota_us", "100001\n"); /* there is no link named cpu */
     put("sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_period_us", "100000\n");
     CHECK_EQ_INT(cpus(0, 64).n_quota, 2);
 }
@@ -156,9 +156,9 @@ static void test_memory(void) {
     CHECK_EQ_INT(LEFT().left, 1450 * MIB);
     put("sys/fs/cgroup/a/b/memory.high", "1048576000\n"); /* lower than max */
     CHECK_EQ_INT(LEFT().left, 950 * MIB);
-    put("sys/fs/cgroup/a/memory.high", "314572800\n"); /* of a parent, nothing else known of it */
+    put("sys/fs/cgroup/a/memory.high", "314572800\n"); /* a parent's limit, whose usage is unknown */
     CHECK_EQ_INT(LEFT().left, 300 * MIB);
-    put("sys/fs/cgroup/a/memory.current", "419430400\n"); /* more than it may */
+    put("sys/fs/cgroup/a/memory.current", "419430400\n"); /* more than its limit */
     CHECK_EQ_INT(LEFT().left, 0);
     CHECK_EQ_INT(machine_ram_default(root, 0), 0);
 }
@@ -178,7 +178,7 @@ static void test_memory_v1(void) {
     put("sys/fs/cgroup/memory/box/memory.stat",
         "hierarchical_memory_limit 1048576000\ntotal_inactive_file 20971520\n"
         "total_active_file 31457280\n");
-    CHECK_EQ_INT(LEFT().left, 950 * MIB); /* the parent's, which cannot be seen here */
+    CHECK_EQ_INT(LEFT().left, 950 * MIB); /* the limit of the parent, whose files cannot be seen */
 }
 
 static void test_ram(void) {

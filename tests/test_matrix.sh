@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# test_matrix.sh - one hash and one bound: whatever decides how weights are read.
+# test_matrix.sh - one hash, and peak memory within --ram, however weights are read.
 #
 #     K3=build/k3 tests/test_matrix.sh MODEL RUNS [run options ...]
 #
@@ -28,7 +28,7 @@ fail() {
     echo "FAIL $1: $2"
     head -2 "$T/err" | sed 's/^/     /'
 }
-# pick LIST...: one of them, by the run's own random numbers
+# pick LIST...: print one of them, chosen by the run's own random numbers
 seed=12345
 pick() {
     seed=$(((seed * 1103515245 + 12345) % 2147483648))
@@ -72,7 +72,7 @@ for ((i = 0; i < RUNS; i++)); do
     1) options+=(--mirror "$T/one") ;;
     2 | dying) options+=(--mirror "$T/one" --mirror "$T/dying") ;;
     esac
-    # the floor of these options is what one byte more than nothing is refused with
+    # a run with one byte of budget is refused with the floor of these options
     "$K3" run "${args[@]}" "${options[@]}" --ram 1 >"$T/out" 2>"$T/err"
     floor=$(sed -n 's/.*give at least \([0-9]*\) bytes.*/\1/p' "$T/err")
     [ -n "$floor" ] || { fail "floor" "none named"; continue; }
@@ -88,14 +88,14 @@ for ((i = 0; i < RUNS; i++)); do
     wait $pid
     rc=$?
     if [ "$mirrors" = dying ] && [ $rc != 0 ] && grep -Eq "not a copy|differs from its original" "$T/err"; then
-        continue # it was cut before it was open
+        continue # the mirror was cut before the engine opened it
     fi
     got=$(field logits_fnv) peak=$(field peak_bytes)
     if [ $rc != 0 ]; then
         fail "$name" "exit $rc"
     elif [ "$got" != "$want" ]; then
         fail "$name" "logits_fnv $got, not $want"
-    elif [ -z "${K3_SAN:-}" ] && [ "$peak" -gt "$ram" ]; then # a sanitizer has memory of its own
+    elif [ -z "${K3_SAN:-}" ] && [ "$peak" -gt "$ram" ]; then # a sanitizer takes memory of its own
         fail "$name" "peak memory $peak"
     else
         n_passed=$((n_passed + 1))

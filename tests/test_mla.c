@@ -139,7 +139,7 @@ static void reference_head(const problem *p, size_t pos, size_t t, size_t h) {
 
 static void loop(void *user, size_t n, uint64_t unit_ns, pool_fn fn, void *ctx) { pool_run(user, n, unit_ns, fn, ctx); }
 
-/* Rows of the problem as cuts of `step` rows each (of one session), at positions pos.. */
+/* Compute rows pos.. of the problem, as cuts of `step` rows each of one session. */
 static void attend(const problem *p, const k3_kernels *k, k3_pool *pool, int n_threads, size_t pos, size_t step,
                    size_t n_scores) {
     mla_args a = {.sh = &p->sh, .k = k, .n_threads = n_threads, .loop = loop, .user = pool, .kv_b = p->kv_b, .q = p->q,

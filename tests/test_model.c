@@ -27,7 +27,7 @@ static long alloc_left = -1; /* allocations until one fails; -1: never */
 
 static bool alloc_fails(void) { return alloc_left >= 0 && alloc_left-- == 0; }
 
-/* The disk: honest, a few bytes at a time, interrupted; or, from read `disk_left` on, broken. */
+/* The disk: honest, a few bytes at a time, interrupted; or failing from read number `disk_left` on. */
 static enum { DISK_OK, DISK_SHORT, DISK_EINTR, DISK_EIO, DISK_END } fault = DISK_OK;
 static long disk_left;
 
@@ -43,7 +43,7 @@ static ssize_t disk_read(int fd, void *to, size_t n, off_t at) {
 #define calloc(k, n)           (alloc_fails() ? NULL : calloc(k, n))
 #define realloc(p, n)          (alloc_fails() ? NULL : realloc(p, n))
 #define strdup(s)              (alloc_fails() ? NULL : strdup(s))
-#define RESUME_NS 0 /* keep how far verify came after each stretch */
+#define RESUME_NS 0 /* 0: write down how far verify came after every stretch */
 #define pread(fd, to, n, at)   disk_read(fd, to, n, at)
 #include "../k3.c"
 #include "../k3_sums.c"
@@ -206,11 +206,11 @@ static void index_line(model *m, const char *line, uint64_t *n_text, uint64_t *n
     if (strcmp(again, name) != 0) CHECK_EQ_STR(again, name);
     snprintf(where, sizeof where, "model-%05u-of-000096.safetensors", real_shard(&id));
     if (strcmp(where, file) != 0) CHECK_EQ_STR(where, file);
-    if (model_put(m, &real, &id, 0, 0, name, &err) < 0) CHECK_EQ_STR(err.text, ""); /* twice */
+    if (model_put(m, &real, &id, 0, 0, name, &err) < 0) CHECK_EQ_STR(err.text, ""); /* a name that is there twice */
 }
 
-/* Every name of the index is expected (name_parse), once (model_put), under that very name
- * (name_write); and every expected name is there (model_complete). */
+/* Every name of the index is expected (name_parse), comes once (model_put) and is written the same
+ * way (name_write); and every expected name is in the index (model_complete). */
 static void test_real_index(void) {
     FILE *f = access(ZST, R_OK) == 0 ? popen("zstd -dcq " ZST " 2>/dev/null", "r") : NULL;
     char line[512];
@@ -314,7 +314,7 @@ static void header_all(header_writer *w) {
     if (is_layer && id.il >= real.n_dense) header_experts(w, id.il);
 }
 
-/* One sparse shard; its size, or 0 with errno when the file system refuses. */
+/* Write one sparse shard. Returns its size, or 0 with errno when the file system refuses. */
 static uint64_t headers_shard(const char *dir, unsigned i_shard) {
     char path[600], *text = NULL;
     size_t n = 0;
@@ -349,7 +349,8 @@ static bool file_copy(const char *from, const char *to) {
     return ok;
 }
 
-/* Config, 96 shards, and the index when zstd is here (`has_index`). False: no space. */
+/* Write config, 96 shards, and the index where a zstd program is here (`has_index`). false: no
+ * space. */
 static bool headers_make(const char *dir, bool *has_index) {
     char path[600], command[700];
     uint64_t total = 0;
@@ -372,7 +373,7 @@ static bool headers_make(const char *dir, bool *has_index) {
 
 static uint64_t peak_kib(void) { return machine_number("/proc/self/status", "VmHWM:", 0); }
 
-/* --open: in a process of its own, so that the peak is this open's. */
+/* --open: run in a process of its own, so that the peak of memory is that of this open. */
 static int child_open(const char *dir) {
     k3_options o;
     k3_engine *e;
@@ -423,7 +424,7 @@ static void headers_measure(const char *dir, const char *what) {
         return;
     }
     CHECK(growth <= 60 * 1024);
-    CHECK(s <= 5.0); /* of CPU: what others do on this machine is not ours */
+    CHECK(s <= 5.0); /* seconds of CPU: other processes do not count */
 }
 
 /* ---- A directory like demo/ with one thing wrong -------------------------------------- */
@@ -534,7 +535,8 @@ static void accept_at(int line, const char *what) {
 static const uint32_t IDS[] = {343, 336, 327, 444, 1489, 311};
 #define N_IDS (sizeof IDS / sizeof *IDS)
 
-/* The hash of the last row of logits that the box gives for IDS; the first failure's status. */
+/* Run IDS on the box; *fnv is the hash of the last row of logits. Returns the first failure's
+ * status. */
 static int box_run(uint64_t *fnv) {
     k3_engine *e = NULL;
     k3_session *s = NULL;
@@ -553,7 +555,7 @@ static int box_run(uint64_t *fnv) {
     return rc;
 }
 
-static uint64_t demo_fnv; /* what demo/ itself gives */
+static uint64_t demo_fnv; /* the hash that demo/ itself gives */
 
 static void same_run_at(int line, const char *what) {
     uint64_t fnv = 0;
@@ -659,7 +661,7 @@ static void test_config_fields(void) {
     }
     for (size_t i = 0; i < sizeof INT_FIELD / sizeof *INT_FIELD; i++) {
         if (strcmp(INT_FIELD[i], "first_k_dense_replace") == 0 || strcmp(INT_FIELD[i], "eos_token_id") == 0)
-            continue; /* 0 is a value there */
+            continue; /* 0 is allowed there */
         config_mutate(INT_FIELD[i], "0");
         REFUSE2(INT_FIELD[i], K3_EMODEL, "is 0", "");
     }
@@ -710,7 +712,7 @@ static void test_config_values(void) {
         {"text_config", "null", "text_config is not an object", ""},
         {"text_config", "[{}]", "text_config is not an object", ""},
         {"linear_attn_config", "3", "linear_attn_config is missing or not an object", ""},
-        {"hidden_act", "\"a\\nb\\u001b[31mc\"", "hidden_act", ""}, /* one line, no escapes */
+        {"hidden_act", "\"a\\nb\\u001b[31mc\"", "hidden_act", ""}, /* its message is one line without escapes */
     };
     box_fresh();
     for (size_t i = 0; i < sizeof m / sizeof *m; i++) {
@@ -719,7 +721,7 @@ static void test_config_values(void) {
         config_mutate(m[i].field, m[i].value);
         REFUSE2(what, K3_EMODEL, m[i].word, m[i].word2);
     }
-    config_mutate("quantization_config", NULL); /* the tensor table decides */
+    config_mutate("quantization_config", NULL); /* then the headers decide */
     ACCEPT("no quantization_config");
     config_mutate("num_shared_experts", "262144"); /* 2^18 x 64 */
     REFUSE2("num_shared_experts: 262144", K3_EMODEL, "num_shared_experts", "1..1024");
@@ -797,7 +799,7 @@ static void test_config_text(void) {
         box_text("config.json", twice[i]);
         REFUSE(twice[i], K3_EMODEL, "config.json: not valid JSON: an object has a key twice");
     }
-    /* what only json-c reads, and what hides a key that is there twice */
+    /* texts that only json-c reads, or that hide a key that is there twice */
     static const char *const odd[] = {"{'\"':1,'c\"':2,\"a\":1,\"a\":2}", "{/*\"*/\"a\":1,/*\"*/\"a\":2}",
                                       "{\"a\":1 // \"\n}"};
     for (size_t i = 0; i < sizeof odd / sizeof *odd; i++) {
@@ -833,7 +835,7 @@ static void test_config_deep(void) {
 
 static void alarm_rings(int sig) { (void)sig; }
 
-/* A FIFO would be waited for: the alarm turns that into a failure instead of a hang. */
+/* A FIFO must be refused at once: were it waited for, the alarm would end the test. */
 static void refuse_fifo(const char *file) {
     struct sigaction a;
     memset(&a, 0, sizeof a);
@@ -881,7 +883,8 @@ static void test_config_file(void) {
     CHECK_EQ_INT(k3_engine_open(&e, &o, NULL), K3_EUSAGE);
 }
 
-/* Another architecture is called by its name; a config of our own keeps the message about its field. */
+/* A config of another architecture is refused by that name; a kimi_k3 config keeps the message
+ * about its field. */
 static void test_config_stranger(void) {
     static const char *const text[][3] = {
         {"{\"model_type\":\"qwen3_moe\",\"architectures\":[\"Qwen3MoeForCausalLM\"]}",
@@ -965,7 +968,8 @@ static json_object *header_tree(int i) {
     return top;
 }
 
-/* Shard i with another header; the data follow (`has_data`) or are a hole; `extra` more bytes. */
+/* Write shard i with another header. The data follow it (`has_data`) or are a hole; `extra` bytes
+ * more. */
 static void shard_write(int i, const char *header, bool has_data, int64_t extra) {
     const char *file = BOX_FILE[2 + i];
     uint64_t n = strlen(header), total = 8 + n + data_bytes(i);
@@ -1054,6 +1058,11 @@ static void test_header_entries(void) {
         {"data_offsets", "[0,49152]", Q_PROJ, "overlap"},
         {"data_offsets", "[638,49790]", Q_PROJ, "overlap"},
     };
+    HEADER_CASES(Q_PROJ, m);
+}
+
+/* The same for a vector of f32 and for packed bytes. */
+static void test_header_kinds(void) {
     static const mutant a_log[] = {
         {NULL, "{\"dtype\":\"F32\",\"shape\":[3],\"data_offsets\":[0,12]}", A_LOG, "[3]"},
         {NULL, "{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]}", A_LOG, "[0]"},
@@ -1066,7 +1075,6 @@ static void test_header_entries(void) {
         {"shape", "[3072]", W1 "weight_packed", "[3072]"},
         {"data_offsets", "[1377600,1380671]", W1 "weight_packed", "span 3071"},
     };
-    HEADER_CASES(Q_PROJ, m);
     HEADER_CASES(A_LOG, a_log);
     HEADER_CASES(W1 "weight_packed", packed);
 }
@@ -1087,7 +1095,8 @@ static void test_header_missing(void) {
     REFUSE2("an empty header", K3_EMODEL, "layers.0.", "in no shard");
 }
 
-/* A second copy of the final norm: in shard 1 it is in both; without prefix it is in one twice. */
+/* A tensor that is there twice: the final norm again in shard 1, and again in its own shard without
+ * prefix. */
 static void test_header_twice(void) {
     char entry[200];
     box_fresh();
@@ -1110,7 +1119,7 @@ static void test_header_twice(void) {
     }
 }
 
-/* What a header may hold besides. */
+/* What else a header may hold. */
 static void test_header_accepted(void) {
     char entry[200];
     uint64_t at = data_bytes(0);
@@ -1150,7 +1159,7 @@ static void test_header_accepted(void) {
     ACCEPT("an empty tensor between two");
 }
 
-/* Twenty strangers: eight lines and a word that there are more. */
+/* Twenty unknown tensors: eight lines name one each, another says that there are more. */
 static void test_header_notes(void) {
     json_object *top = header_tree(0);
     for (int i = 0; i < 20; i++) {
@@ -1264,7 +1273,8 @@ static void config_counts(int n_layers, int n_experts) {
     json_object_put(top);
 }
 
-/* Open the box with a small budget, which its tables would pass by far: refused, and no memory taken. */
+/* Open the box with a small budget that its tables would exceed by far: refused, and no memory is
+ * taken. */
 static void refuse_counts(const char *what, bool experts_only, bool config_only, int status, const char *word,
                           const char *word2) {
     k3_engine *e = NULL;
@@ -1293,7 +1303,7 @@ static void test_counts(void) {
                   "name at most");
     refuse_counts("counts of a slice", true, false, K3_EBUDGET, "1023 layers with 65535 experts", "--ram");
     refuse_counts("counts of a config alone", false, true, K3_EBUDGET, "1023 layers with 65535 experts", "--ram");
-    box_fresh(); /* a header of holes, longer than the budget */
+    box_fresh(); /* a header that is a hole, longer than the budget */
     must(unlink(box_path(S2)) == 0, S2); /* a link to demo's */
     FILE *f = fopen(box_path(S2), "wb");
     const uint8_t length[8] = {0, 0, 0x90, 5}; /* 93 MB */
@@ -1357,7 +1367,7 @@ static void test_index_shards(void) {
     REFUSE("a shard with control characters", K3_EMODEL, "named by the index");
 }
 
-/* A download that stopped is told once, with all that is absent or cut short. */
+/* A download that stopped: one message names all shards that are absent or cut short. */
 static void test_index_incomplete(void) {
     char map[4096] = ALL_SHARDS, two[200];
     box_fresh();
@@ -1519,7 +1529,7 @@ static void test_scale_codes(void) {
             CHECK_EQ_INT(box_run(&fnv), K3_EMODEL);
             CHECK(strstr(err.text, expert) && strstr(err.text, where));
         }
-    shard_patch(1, at[0].offset[W1_SCALE], "\xfc", 1); /* 252 is the largest */
+    shard_patch(1, at[0].offset[W1_SCALE], "\xfc", 1); /* a scale code above 252 */
     k3_engine *e = NULL;
     CHECK(box_open(&e, true) == 0 && k3_engine_verify(e, &err) == 8 * 32);
     k3_engine_close(e);
@@ -1551,7 +1561,8 @@ static int count_in(const char *text, const char *word) {
     return n;
 }
 
-/* Bytes that were never written are zeros: verify refuses a tensor of nothing else, a run says so once. */
+/* Bytes that were never written are zeros. verify refuses a tensor of nothing but zeros; a run
+ * notes it once. */
 static void test_zeros(void) {
     uint32_t used, unused;
     uint64_t fnv, n;
@@ -1570,21 +1581,21 @@ static void test_zeros(void) {
         refuse_verify("an expert's tensor of zeros", K3_ECHECK, expert, where);
         CHECK(box_run(&fnv) == 0 && strstr(notes, expert) && strstr(notes, where) && strstr(notes, "k3 verify"));
         CHECK_EQ_INT(count_in(notes, "zeros and nothing else"), 1);
-        shard_zero(1, at[0].offset[k] + 1, n - 1); /* one byte is another */
+        shard_zero(1, at[0].offset[k] + 1, n - 1); /* all but one byte */
         if (shard_of[1].bytes[at[0].offset[k]]) {
             CHECK(box_open(&e, true) == 0 && k3_engine_verify(e, &err) == 8 * 32);
             k3_engine_close(e);
             CHECK(box_run(&fnv) == 0 && !strstr(notes, "zeros"));
         }
     }
-    shard_zero(1, at[1].offset[W1_SCALE], expert_tensor_bytes(&sh, W1_SCALE)); /* not used: not read */
+    shard_zero(1, at[1].offset[W1_SCALE], expert_tensor_bytes(&sh, W1_SCALE)); /* no id uses it: it is not read */
     SAME_RUN("an expert of zeros that is not used");
     CHECK(!strstr(notes, "zeros"));
     shard_zero(0, tensor_begin(0, Q_PROJ), 128 * 192 * 2);
     refuse_verify("a matrix of zeros", K3_ECHECK, "self_attn.q_proj.weight of layer 0: 49152 bytes are zeros", S1);
     CHECK(box_run(&fnv) == 0 && strstr(notes, "self_attn.q_proj.weight of layer 0: 49152 bytes are zeros"));
     box_fresh();
-    shard_zero(0, tensor_begin(0, LM "layers.0.self_attn.dt_bias"), 128 * 4); /* a bias may be */
+    shard_zero(0, tensor_begin(0, LM "layers.0.self_attn.dt_bias"), 128 * 4); /* a bias may be all zeros */
     CHECK(box_open(&e, true) == 0 && k3_engine_verify(e, &err) == 8 * 32);
     k3_engine_close(e);
     box_fresh(); /* half of a shard cut off, and the file as long as it was */
@@ -1597,7 +1608,7 @@ static void test_zeros(void) {
     CHECK_EQ_INT(count_in(notes, "no more are named"), 1);
 }
 
-/* A trunk that was left empty on purpose says so, and is noted, not refused; its experts are looked at. */
+/* A trunk that was left empty on purpose is noted and not refused; its experts are checked. */
 static void test_zeros_on_purpose(void) {
     k3_engine *e = NULL;
     char name[200];
@@ -1659,7 +1670,7 @@ static void test_not_finite(void) {
 
 /* ---- Verify goes on where it was stopped ---- */
 
-static long calls_left; /* of the progress function, until it stops the work */
+static long calls_left; /* progress calls until the work is stopped */
 static bool kills;      /* ... by SIGKILL */
 
 static int stop_progress(void *user, const k3_progress *p) {
@@ -1669,7 +1680,8 @@ static int stop_progress(void *user, const k3_progress *p) {
     return 1;
 }
 
-/* Verify the box, from stretch 0 or where it was stopped; stopped after `calls` stretches. *bytes: read meanwhile. */
+/* Verify the box, from the beginning or where it was stopped, and stop after `calls` stretches.
+ * *bytes: how many were read. */
 static int64_t resumed(const char *file, bool writes, long calls, uint64_t *bytes) {
     static char path[600];
     k3_engine *e = NULL;
@@ -1702,7 +1714,7 @@ static void test_resume(void) {
     snprintf(first, sizeof first, "%s/a.sums", box);
     snprintf(again, sizeof again, "%s/b.sums", box);
     box_fresh();
-    for (int i = 0; i < 3; i++) { /* no links to demo */
+    for (int i = 0; i < 3; i++) { /* files of its own, not links to demo */
         must(unlink(box_path(BOX_FILE[2 + i])) == 0, "box");
         box_write(BOX_FILE[2 + i], shard_of[i].bytes, shard_of[i].size);
     }
@@ -1710,10 +1722,10 @@ static void test_resume(void) {
     CHECK_EQ_INT(resumed(NULL, false, 300, &part), K3_ECANCEL);
     CHECK(stat(path, &st) == 0 && (st.st_mode & 077) == 0 && part > all / 4 && part < all);
     CHECK(resumed(NULL, false, -1, &rest) == 8 * 32 && strstr(notes, "goes on where it was stopped, at "));
-    CHECK(part + rest <= all + VERIFY_AHEAD * 65536 && rest < all * 3 / 4); /* what was ahead is read again */
+    CHECK(part + rest <= all + VERIFY_AHEAD * 65536 && rest < all * 3 / 4); /* reads ahead are repeated */
     CHECK(access(path, F_OK) != 0);
 
-    pid_t child = fork(); /* killed: the last stretch that was kept counts */
+    pid_t child = fork(); /* killed: it goes on from the last number that was written */
     if (child == 0) kills = true, resumed(NULL, false, 300, NULL), _exit(0);
     int status;
     CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status) && access(path, F_OK) == 0);
@@ -1741,7 +1753,7 @@ static void test_resume(void) {
 
     CHECK_EQ_INT(resumed(first, false, 300, NULL), K3_ECANCEL); /* another check begins at the beginning */
     CHECK(resumed(NULL, false, 10, NULL) == K3_ECANCEL && strstr(notes, "begins at the beginning"));
-    for (int way = 0; way < 4; way++) { /* and so does one with a file that cannot be believed */
+    for (int way = 0; way < 4; way++) { /* and so does a check whose file cannot be believed */
         CHECK(resumed(NULL, false, 300, NULL) == K3_ECANCEL && stat(path, &st) == 0);
         FILE *f = fopen(path, "r+b");
         must(f && fseek(f, 24, SEEK_SET) == 0 && (way != 0 || fputc(77, f) >= 0) && fclose(f) == 0, path);
@@ -1799,7 +1811,7 @@ static void test_disk(void) {
     fault = DISK_OK;
 }
 
-/* Every allocation of ours fails once: a clean K3_ENOMEM, nothing left behind. */
+/* Each allocation of the engine fails in turn: K3_ENOMEM, and nothing is left behind. */
 static void test_no_memory(void) {
     for (int pass = 0; pass < 2; pass++) {
         int rc = K3_ENOMEM;
@@ -1858,7 +1870,7 @@ static void test_padded_a_log(void) {
     FILE *f = fopen(box_path(S1), "r+b");
     must(f && fseek(f, (long)(8 + strlen(text) + at), SEEK_SET) == 0 &&
          fwrite(shard_of[0].bytes + 8 + shard_of[0].header, 1, 16, f) == 16, S1);
-    for (int i = 4; i < 300; i++) must(fwrite("\0\0\xc0\x7f", 1, 4, f) == 4, S1); /* never looked at */
+    for (int i = 4; i < 300; i++) must(fwrite("\0\0\xc0\x7f", 1, 4, f) == 4, S1); /* never read */
     fclose(f);
     free(text);
     json_object_put(top);
@@ -1899,6 +1911,7 @@ static void test_refusals(void) {
     test_config_stranger();
     test_config_only();
     test_header_entries();
+    test_header_kinds();
     test_header_missing();
     test_header_twice();
     test_header_accepted();

@@ -22,7 +22,7 @@ rc=0
 $emulate "$dir/test_kernels" --quick >>"$out" 2>&1 || rc=1
 $emulate "$dir/test_engine" demo scripts tests/data --quick >>"$out" 2>&1 || rc=1
 
-# A far box of this kind serves a client of the other: the same hash, by experts of both.
+# A box on one instruction set serves a client on the other: the same hash, and experts from both.
 farbox() {
     sock=$(mktemp -d)/box
     run="-q --json --no-stop --model demo --tokens 16 --threads 1"

@@ -35,7 +35,7 @@ static const option_row ROW[] = {
     {"--list", "DIR", KIND_DIRS, AT(list), ONE, 0, NULL, 0, 2, ""},
 };
 
-/* A size of 3 bytes is doubted. */
+/* The taker's doubt: it refuses a size of 3 bytes. */
 static int doubt(const option_row *o, const char *text, uint64_t n_bytes) {
     (void)o;
     (void)text;
@@ -44,7 +44,7 @@ static int doubt(const option_row *o, const char *text, uint64_t n_bytes) {
 
 static const option_table TABLE = {ROW, COUNT(ROW), ONE | OTHER, doubt};
 
-/* Words apart by blanks; what they come to is in *v. */
+/* Parse words that blanks separate; *v gets their values. */
 static int parse(values *v, const option_taker *taker, const char *words, bool *wants_help) {
     static char text[512];
     char *argv[32];
@@ -113,8 +113,8 @@ static void test_refused(void) {
     const option_taker none = {"none", ONE, NULL}, other = {"other", OTHER, "A"};
     CHECK_EQ_INT(parse(&v, &none, "a", &help), FAIL_USAGE);
     CHECK_EQ_INT(parse(&v, &other, "a b", &help), FAIL_USAGE);
-    CHECK_EQ_INT(parse(&v, &other, "--narrow 1", &help), FAIL_USAGE); /* another command's */
-    CHECK_EQ_INT(parse(&v, &other, "--wide 10", &help), FAIL_USAGE);  /* its own range      */
+    CHECK_EQ_INT(parse(&v, &other, "--narrow 1", &help), FAIL_USAGE); /* an option of another command */
+    CHECK_EQ_INT(parse(&v, &other, "--wide 10", &help), FAIL_USAGE);  /* out of this row's range */
 }
 
 /* What options.h asks of a row: a field of the kind's size, and a range that the field holds. */
@@ -170,7 +170,7 @@ static void test_engine_options(void) {
 }
 
 int main(void) {
-    if (!freopen("/dev/null", "w", stderr)) return 1; /* messages are test_cli.sh's matter */
+    if (!freopen("/dev/null", "w", stderr)) return 1; /* test_cli.sh checks the messages */
     test_begin("options");
     test_values();
     test_refused();

@@ -128,7 +128,7 @@ static bool try_make(try *p, const bench *b, int i) {
     return true;
 }
 
-/* What came out is right as far as the ids were; what was wrong is taken back. */
+/* Check the rows as far as the ids were right, and take the wrong ids back. */
 static void try_check(const try *p, const bench *b, int i) {
     k3_error err = {""};
     uint64_t end = p->pos + p->n_right;
@@ -223,7 +223,7 @@ static void test_nan(const bench *b) {
     CHECK_EQ_INT(k3_session_feed(b->s[2], ids[2], 20, K3_ROWS_ALL, row_of(b, 2), &err), 0);
     same_rows(b, 2, 0, 20, row_of(b, 2));
     k3_session_reset(b->s[2]);
-    b->s[2]->state[il][0] = NAN; /* the only one: the whole call fails, and the next is not harmed */
+    b->s[2]->state[il][0] = NAN; /* the only session: the call fails, and the next one is not harmed */
     CHECK_EQ_INT(k3_session_feed(b->s[2], ids[2], 9, K3_ROWS_NONE, NULL, &err), K3_ENUMERIC);
     k3_session_reset(b->s[2]);
     mixture(b, 2);
@@ -231,7 +231,7 @@ static void test_nan(const bench *b) {
 
 static void test_leave(const bench *b) {
     k3_error err = {""};
-    for (int way = 0; way < 2; way++) { /* a session of which all can be taken back is whole afterwards */
+    for (int way = 0; way < 2; way++) { /* all of its rows can be taken back: it goes on as before */
         k3_pass *p;
         reset_all(b);
         CHECK_EQ_INT(k3_session_feed(b->s[1], ids[1], 10, K3_ROWS_NONE, NULL, &err), 0);
@@ -251,7 +251,8 @@ static void test_leave(const bench *b) {
     }
 }
 
-/* Cancelled anywhere, a pass whose rows can all be taken back leaves its sessions where they were. */
+/* A pass whose rows can all be taken back is cancelled at any call: its sessions stay where they
+ * were. */
 static void test_cancel(const bench *b) {
     k3_error err = {""};
     reset_all(b);
@@ -319,7 +320,7 @@ static void test_states(const bench *b) {
     CHECK(strstr(err.text, "can be cut to 23..30"));
     CHECK_EQ_INT(k3_session_cut(s, 26, &err), 0);
     CHECK_EQ_INT(k3_session_snapshot(s, &snap, &err), 0);
-    CHECK_EQ_INT(k3_session_least(s), 26); /* a snapshot settles */
+    CHECK_EQ_INT(k3_session_least(s), 26); /* a snapshot makes what it holds final */
     CHECK_EQ_INT(k3_session_feed(s, ids[0] + 26, 14, K3_ROWS_ALL, row_of(b, 0), &err), 0);
     same_rows(b, 0, 26, 14, row_of(b, 0));
     CHECK_EQ_INT(k3_session_restore(s, snap, &err), 0);
@@ -339,7 +340,7 @@ static void test_states(const bench *b) {
     test_kept_before_last(b);
 }
 
-/* What is asked wrongly is refused, and nothing is run. */
+/* Wrong calls are refused, and nothing is run. */
 static void test_refusals(const bench *b) {
     k3_error err = {""};
     reset_all(b);
@@ -456,7 +457,7 @@ int main(int argc, char **argv) {
         bench b;
         setup x = SETUP[i];
         if (x.kernels && !k3_kernels_is_supported(x.kernels)) continue;
-        if (x.ram) { /* as little as there can be: everything streamed that can be */
+        if (x.ram) { /* the least memory: all that can be streamed is streamed */
             k3_options o;
             k3_error err;
             k3_options_default(&o);

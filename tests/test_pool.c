@@ -41,7 +41,7 @@ static bool run(k3_pool *p, counter *c, size_t n, uint64_t unit_ns) {
     return n_wrong == 0 && c->sum == (n ? (uint64_t)n * (n - 1) / 2 : 0) && c->n_strange == 0;
 }
 
-/* Loops of all lengths. Returns how many went wrong. */
+/* Run loops of all lengths. Returns how many of them went wrong. */
 static size_t loops(int n_threads, int n_loops) {
     counter *c = calloc(1, sizeof *c);
     k3_pool *p = n_threads ? pool_open(n_threads) : NULL;
@@ -50,8 +50,8 @@ static size_t loops(int n_threads, int n_loops) {
     for (int k = 0; k < n_loops; k++) {
         size_t n = (size_t)k * 7919 % (k % 3 ? 40 : MOST);
         uint64_t unit_ns = k % 4 == 0 ? 0 : k % 4 == 1 ? 100 : k % 4 == 2 ? 10000 : 1000000000;
-        c->sleep_us = k % 64 == 9 ? 50 : 0;          /* longer than a worker spins */
-        if (k % 50 == 0) usleep(POOL_SPIN_NS / 500); /* all sleep */
+        c->sleep_us = k % 64 == 9 ? 50 : 0;          /* longer than a worker spins before it sleeps */
+        if (k % 50 == 0) usleep(POOL_SPIN_NS / 500); /* until all workers sleep */
         n_wrong += !run(p, c, n, unit_ns);
     }
     pool_close(p);
@@ -76,7 +76,7 @@ static void test_many(void) {
     CHECK_EQ_INT(n_other, 0);
 }
 
-/* Whoever calls has another rounding mode: the pool's functions never see it. */
+/* The caller has another rounding mode; the functions of the pool never see it. */
 static void rounds(void *ctx, size_t i, int i_thread) {
     volatile float a = 1.0f, b = 0x1p-24f;
     uint32_t *n_wrong = ctx;

@@ -7,16 +7,12 @@
 # what is compared is what a person sees. A token is made slow by stopping the process for a while.
 import fcntl, os, pty, select, signal, struct, sys, termios, time
 
+import checks
+from checks import check
+
 K3 = os.environ.get("K3", "build/k3")
 HELPER = os.path.join(os.path.dirname(os.path.abspath(K3)), "test_screen")
-n_passed = n_failed = 0
-
-
-def check(name, ok, why=""):
-    global n_passed, n_failed
-    n_passed, n_failed = n_passed + bool(ok), n_failed + (not ok)
-    if not ok:
-        print(f"FAILED {name}: {why!r}")
+checks.begin("test_screen")
 
 
 class Screen:
@@ -90,7 +86,7 @@ class Program:
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self, until=None, seconds=60):
-        """Until the text is there, or the end."""
+        """Read until the text is there, or the program ends."""
         start, end = len(self.data), time.time() + seconds
         while time.time() < end:
             if until and until in self.data[start:]:
@@ -115,7 +111,7 @@ class Program:
 
 
 def lines_of(data):
-    """What was drawn in place: each piece between an erased row and what follows it."""
+    """The texts that were drawn in place: each one from the erasing of its row to the next erasing."""
     return [piece.split(b"\r")[0].split(b"\033")[0] for piece in data.split(b"\r\033[K")[1:]]
 
 
@@ -159,7 +155,7 @@ def test_slow():
     text = "".join(screen.text())
     check("nothing of the status is left", "answer:" not in text, text)
     p.close()
-    p = Program(argv[:5] + ["40"] + argv[6:], 6, 100)  # too few for a slow one
+    p = Program(argv[:5] + ["40"] + argv[6:], 6, 100)  # 40 tokens: too few for a slow one
     p.read(seconds=20)
     screen = Screen(6, 100)
     screen.feed(p.data)
@@ -195,5 +191,4 @@ def test_notes():
 
 for test in (test_width, test_slow, test_dumb, test_notes):
     test()
-print(f"test_screen: {n_passed} passed, {n_failed} failed, 0 skipped")
-sys.exit(n_failed > 0)
+sys.exit(checks.finish())

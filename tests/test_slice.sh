@@ -5,7 +5,7 @@
 #
 # What `k3 slice` writes is read by a Python program that knows the safetensors format and nothing
 # of this source, and by a C program of a few lines around the published xxhash.h. Every run with a
-# box must give the logits_fnv of a run without; where the box is well its help must show.
+# box must give the logits_fnv of a run without; where the box works it must have served experts.
 CC=${CC:-cc}
 suite=slice
 # shellcheck source=tests/boxes.sh
@@ -26,8 +26,7 @@ held() {
 }
 alone unix:x unix:y
 
-# Pins as bench writes them: the experts of a trace, the hottest first; then, for the sake of their
-# number, all others.
+# Pins as bench writes them: the experts of a trace, the hottest first; then all others, so that all are named.
 "$K3" run -q --model "$MODEL" --tokens 40 --no-stop --trace "$T/trace" "Once upon a time" >/dev/null 2>"$T/err"
 "$K3" bench --replay "$T/trace" --write-pins "$T/pins" >/dev/null 2>>"$T/err"
 for il in 1 2 3 4 5 6 7 8; do for ie in $(seq 0 31); do echo "$il $ie"; done; done >"$T/all"
@@ -151,7 +150,7 @@ else
     skip "tensors of a slice: python3 is not installed (scripts/deps.sh test)"
 fi
 
-# Killed at any time: no k3.slice, or a whole one; the next run ends in the same bytes.
+# Killed at any time: there is no k3.slice, or a whole one, and the next run makes the same bytes.
 n_kills=0
 for ms in $(seq 2 4 60); do
     "${slice[@]}" --size 1500K --shard 200K --out "$T/k" >/dev/null 2>&1 &
@@ -164,9 +163,9 @@ done
 [ $n_kills -gt 0 ] && pass || fail "killed" "it was never there to be killed"
 ends "after it was killed" 0 "7 shards" "${slice[@]}" --size 1500K --shard 200K --out "$T/k"
 diff -rq "$T/s" "$T/k" >"$T/err" && pass || fail "after it was killed" "other bytes"
-# Told to end: it says so, and the next run goes on.
+# Ended by a signal: it says how far it came, and the next run goes on.
 rm -rf "$T/k"
-for _ in $(seq 50); do # until it is met at work: it has begun, and is not done
+for _ in $(seq 50); do # until the signal comes after it has begun and before it is done
     "${slice[@]}" --size 1500K --shard 14K --out "$T/k" >/dev/null 2>"$T/err" &
     pid=$!
     until [ -e "$T/k/k3.slice.part" ] || ! kill -0 $pid 2>/dev/null; do :; done
@@ -178,13 +177,13 @@ for _ in $(seq 50); do # until it is met at work: it has begun, and is not done
 done
 expect "told to end" "$rc $([ -e "$T/k/k3.slice" ] && echo whole)" "130 "
 ends "after it was told to end" 0 "experts .* in [0-9]+ shards" "${slice[@]}" --size 1500K --shard 14K --out "$T/k"
-# A disk that fails in the middle: what is whole stays, what is not goes.
+# A disk that fails in the middle: whole shards stay, an unfinished one is removed.
 rm -rf "$T/k"
 (trap '' XFSZ; ulimit -f 100; exec "${slice[@]}" --size 1500K --shard 200K --out "$T/k") >"$T/out" 2>"$T/err"
 expect "a disk that fails" "$? $(grep -c "File too large; whole shards stay" "$T/err") $(ls "$T/k")" "1 1 k3.slice.part"
 ends "a disk that is well again" 0 "7 shards" "${slice[@]}" --size 1500K --shard 200K --out "$T/k"
 diff -rq "$T/s" "$T/k" >"$T/err" && pass || fail "a disk that is well again" "other bytes"
-# Cut short by hand: two shards and a bit of a third.
+# A slice cut short by hand: two shards and the beginning of a third.
 unfinish() {
     rm -rf "$T/k" && cp -r "$T/s" "$T/k" && rm "$T/k/k3.slice" "$T/k/config.json" "$T/k/"*index.json
     head -n $((7 + 40 + 9)) "$T/s/k3.slice" | head -c -5 >"$T/k/k3.slice.part"
@@ -218,7 +217,7 @@ else
     skip "too small a disk: mounting a tmpfs needs root"
 fi
 rmdir "$T/small"
-# A damaged model is noticed where it has sums, and leaves no slice.
+# A damaged model with sums is noticed, and no slice is made.
 cp -rL "$MODEL" "$T/m" && rm -f "$T/m/k3.sums"
 "$K3" verify -q --model "$T/m" --write-sums >/dev/null
 ends "a model with sums" 0 "checked with the model's sums" "$K3" slice -q --model "$T/m" --pins "$T/all" --size 9M --out "$T/a"
@@ -247,7 +246,7 @@ held both 256
 check "a slice beside the model" 300 --tier "unix:$T/both.sock"
 stop $box
 
-# One byte is wrong: that expert is left out, or read from the model.
+# One wrong byte in a slice: its expert is left out, or read from the model.
 cp -r "$T/s" "$T/c"
 printf '\001' | dd of="$T/c/model-00002-of-000007.safetensors" bs=1 seek=100000 conv=notrunc 2>/dev/null
 cmp -s "$T/s/model-00002-of-000007.safetensors" "$T/c/model-00002-of-000007.safetensors" && fail "a changed byte" "it was 1 before"
@@ -261,7 +260,7 @@ held torn 256
 grep -q "do not match their sum.*read from the model" "$T/torn.err" && pass || fail "a changed byte, with the model" "is not said"
 check "a changed byte, with the model" 300 --tier "unix:$T/torn.sock"
 stop $box
-serve_bad() { # NAME EXIT PATTERN: $T/c is no slice
+serve_bad() { # NAME EXIT PATTERN: a box must refuse $T/c
     ends "$1" "$2" "$3" "$K3_TIER" --slice "$T/c" --ram 1G --listen "unix:$T/x.sock"
     rm -rf "$T/c" && cp -r "$T/s" "$T/c"
 }
@@ -285,7 +284,7 @@ serve_bad "a pipe for a config.json" 3 "config.json: absent, or not the one"
 ends "sums of no model" 2 "no --model that they are of" "$K3_TIER" --slice "$T/c" --sums "$T/none" --ram 1G --listen "unix:$T/x.sock"
 ends "sums of nothing" 2 "no --model that they are of" "$K3_TIER" --sums "$T/none" --ram 1G --listen "unix:$T/x.sock"
 
-# Of another model: the client says why, and runs alone.
+# A slice of another model: the client says why it does without the box.
 rm -rf "$T/m" && cp -rL "$MODEL" "$T/m"
 sed -i 's/"activation_situ_beta": 4.0/"activation_situ_beta": 4.5/' "$T/m/config.json"
 ends "a slice of another model" 0 "experts" "$K3" slice -q --model "$T/m" --pins "$T/all" --size 1M --out "$T/o"
@@ -324,7 +323,7 @@ expect "nothing of it" "$(stat_of empty experts_held) $(stat_of empty experts_st
 [ -n "${K3_SAN:-}" ] || expect "within --ram" "$(($(stat_of empty resident_memory_bytes) < (1 << 30)))" 1
 stop $box
 
-# Cut off after so many bytes, and killed, again and again; what arrived is not sent twice.
+# Staging is cut off after some bytes, and killed, again and again; experts that arrived are not sent again.
 cat >"$T/cut.py" <<'EOF'
 """cut.py LISTEN TARGET N: pass the first N bytes of one client on, then end both connections."""
 import socket, sys, threading
@@ -383,7 +382,7 @@ ends "after kills" 0 ": $((256 - have)) experts sent .*, $have skipped, 0 left o
 check "after kills" 300 --tier "unix:$T/cut.sock"
 stop $box
 
-# Two at once, from both ends; while text is made.
+# Two stagers at once, beginning at opposite ends, while a client makes text.
 "$K3" run "${args[@]}" --tokens 600 >"$T/out" 2>"$T/err"
 long=$(field logits_fnv)
 tac "$T/all" >"$T/back"
@@ -404,7 +403,7 @@ expect "text made meanwhile" "$(field logits_fnv)" "$long"
 [ "$(field far_served)" -gt 100 ] && pass || fail "text made meanwhile" "$(field far_served) served"
 stop $box
 
-# On the way an expert is changed, or what the box says of it: that connection ends, and the next
+# An expert is changed on its way, or the box's answer about it: that connection ends, and the next one
 # goes on.
 for mode in pieces verdicts; do
     box far --ram 1G
@@ -426,7 +425,7 @@ for mode in pieces verdicts; do
     stop $box
 done
 
-# A box with room for ten; one with too little for one; one with a key; one with the model.
+# Boxes with room for ten experts, with too little for one, with a key, with the model.
 box tight --ram 49M
 ends "no room for one" 4 "refused: too little memory: this box holds not one" stage tight
 least=$(sed -n 's/.*give \([0-9]*\)$/\1/p' "$T/tight.err")
@@ -454,8 +453,8 @@ ends "a box with another model" 3 "refused: another model: fingerprint" "$K3" st
 check "a box with the model" 300 --tier "unix:$T/plain.sock"
 stop $box
 
-# A model like ours but for one byte of one expert, which no sample meets. Without sums it has our
-# fingerprint; what is told apart all the same is told expert by expert.
+# A model that differs from ours in one byte of one expert, where no sample looks. Without sums it has our
+# fingerprint, and only comparing expert by expert tells the two apart.
 cat >"$T/wrong.py" <<'EOF'
 """wrong.py DIR LAYER EXPERT: change one bit of that expert."""
 import json, struct, sys
@@ -480,19 +479,19 @@ check "a box that was lied to" 200 --tier "unix:$T/true.sock"
 stop $box
 box true --ram 1G
 ends "staged by an honest one" 0 "256 experts sent" stage true
-ends "offered by one who has another" 0 ": 0 experts sent .*, 256 skipped" near true # all are here: nothing is offered
+ends "offered by one who has another" 0 ": 0 experts sent .*, 256 skipped" near true # the box has all: nothing is offered
 stop $box
 box near --model "$T/near" --ram 1G
 held near 256
 limit "$K3" run "${args[@]/-q/-v}" --ram "$ram" --tier "unix:$T/near.sock" >"$T/out" 2>"$T/err"
 grep -q "compared by samples only, since ours has no sums" "$T/err" && pass || fail "samples only" "not said"
 stop $box
-# With sums on both sides: refused before it is asked, as box, as slice, and as stager.
+# With sums on both sides such a model is refused at once: as a box's, as a slice's, as a stager's.
 cp -rL "$MODEL" "$T/ours" && rm -f "$T/ours/k3.sums"
 "$K3" verify -q --model "$T/near" --write-sums >/dev/null && "$K3" verify -q --model "$T/ours" --write-sums >/dev/null
 ends "a slice with sums" 0 "checked with the model's sums" "$K3" slice -q --model "$T/near" --pins "$T/all" --size 9M --out "$T/near.s"
 expect "its fingerprint by sums" "$(awk '$1 == "fingerprint" && NF == 3 && $3 != "0000000000000000" { print "there" }' "$T/near.s/k3.slice")" there
-apart() { # NAME SAID OPTION...: a client with ours and its sums; SAID on stderr
+apart() { # NAME SAID OPTION...: a client with our model and its sums prints SAID on stderr
     local name=$1 said=$2
     shift 2
     limit "$K3" run "${args[@]/-q/-v}" --model "$T/ours" --ram $((ram + (1 << 20))) --tier-wait 200000 "$@" >"$T/out" 2>"$T/err"
@@ -536,7 +535,7 @@ if [ -x "$T/sum" ]; then
     check "a slice of version 1" 100 --tier "unix:$T/old.sock"
     stop $box
 fi
-# A slice whose shard is damaged takes that expert from who stages, if it is the one it has a sum of.
+# A box whose slice is damaged takes that expert from a stager, if its bytes have the slice's sum.
 rm -rf "$T/c" && cp -r "$T/s" "$T/c"
 printf '\001' | dd of="$T/c/model-00002-of-000007.safetensors" bs=1 seek=100000 conv=notrunc 2>/dev/null
 box torn --slice "$T/c" --ram 1G
@@ -550,7 +549,7 @@ expect "it is here" "$(stat_of torn experts_held) $(stat_of torn experts_staged_
 check "with a staged expert in the place of a damaged one" 100 --tier "unix:$T/torn.sock"
 stop $box
 
-# Who may stage, over TCP: nobody by being there, nor with a key to ask, whatever --insecure says.
+# Staging over TCP needs a right of its own: neither a connection, nor a key for asking, nor --insecure is enough.
 printf 'a key for those who stage, and no other\n' >"$T/stage.key" && chmod 600 "$T/stage.key"
 port=$((20000 + ($$ + 7777) % 20000))
 tcp() { limit "$K3" stage -q --model "$MODEL" --to "127.0.0.1:$port" "$@"; }
@@ -583,13 +582,13 @@ expect "written when stage ends" "$(awk '$1 == "experts" { print $2 }' "$T/kept/
 ends "stage more" 0 "56 experts sent .*, 100 skipped" stage kept --size 1527552
 { kill -9 $box && wait $box; } 2>/dev/null
 expect "written when stage ends, killed at once" "$(awk '$1 == "experts" { print $2 }' "$T/kept/k3.slice")" 156
-# As if it had been killed while a third shard was being written.
+# The directory as a kill leaves it while the third shard is being written.
 cp "$T/kept/kept-000000.safetensors" "$T/kept/kept-000156.safetensors.part"
 box kept --ram 1G --keep "$T/kept"
 held kept 156
 check "kept, killed, started again" 100 --tier "unix:$T/kept.sock"
 ends "stage the rest" 0 "100 experts sent .*, 156 skipped" stage kept
-stop $box # told to end, it writes all
+stop $box # a box that is told to end writes all that it holds
 expect "what is kept" "$(awk '$1 == "experts" { print $2 }' "$T/kept/k3.slice"; cd "$T/kept" && echo *.safetensors)" \
     "256
 kept-000000.safetensors kept-000100.safetensors kept-000156.safetensors"
@@ -600,7 +599,7 @@ expect "all of all" "$(field far_served)" "$(field far_asked)"
 ends "nothing left to stage" 0 ": 0 experts sent .*, 256 skipped" stage kept
 ends "keep another model" 3 "refused: another model: fingerprint" "$K3" stage -q --model "$T/m" --to "unix:$T/kept.sock"
 stop $box
-# What is there and not ours stays as it was: an unfinished slice, files, another config.json.
+# A directory with other contents is refused and stays as it was: an unfinished slice, files, another config.json.
 ends "keep among files" 2 "there is thing" "$K3_TIER" --keep "$T/full" --ram 1G --linger 1 --listen "unix:$T/x.sock"
 mkdir "$T/half" && head -n 7 "$T/s/k3.slice" >"$T/half/k3.slice.part"
 ends "keep in an unfinished slice" 2 "there is k3.slice.part" "$K3_TIER" --keep "$T/half" --ram 1G --linger 1 --listen "unix:$T/x.sock"
@@ -610,7 +609,7 @@ ends "keep beside another config.json" 3 "has another config.json" stage alone
 stop $box
 expect "it is as it was" "$(cat "$T/alone/config.json"; ls "$T/alone")" '{"mine": 1}
 config.json'
-# Closed descriptors: messages must not go into a socket or a shard.
+# Started with closed descriptors: messages must not be written into a socket or a shard.
 "$K3_TIER" --threads 1 --ram 1G --keep "$T/closed" --listen "unix:$T/closed.sock" <&- >&- 2>&- &
 box=$!
 pids+=($box)
@@ -619,7 +618,7 @@ ends "stage to a box without stderr" 0 "100 experts sent" stage closed --size 97
 for fd in 0 1 2; do readlink /proc/$box/fd/$fd; done >"$T/fds"
 expect "its descriptors" "$(sort -u "$T/fds")" /dev/null
 stop $box
-# A disk that takes no more: said also with -q, and no success in the end.
+# A full disk is reported even with -q, and the exit code says that it failed.
 if mkdir "$T/tight" && mount -t tmpfs -o size=300k none "$T/tight" 2>/dev/null; then
     box tight -q --ram 1G --keep "$T/tight/k"
     ends "stage to a full disk" 1 "could not write it .--keep." stage tight --size 979200
@@ -630,7 +629,7 @@ if mkdir "$T/tight" && mount -t tmpfs -o size=300k none "$T/tight" 2>/dev/null; 
 else
     skip "a full disk for --keep: no right to mount one"
 fi
-# A shard that was written and never listed: not served, and in nobody's way.
+# A shard that was written and never listed is not served, and does no harm.
 head -n $((7 + 156)) "$T/kept/k3.slice" | sed 's/^experts .*/experts 156/' >"$T/list"
 if [ -x "$T/sum" ]; then
     { cat "$T/list"; echo "end $("$T/sum" <"$T/list")"; } >"$T/kept/k3.slice"

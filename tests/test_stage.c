@@ -9,7 +9,7 @@
 #include "../tier_server.c"
 #include "test.h"
 
-static server src, sv; /* has the model; the box */
+static server src, sv; /* src has the model; sv is the box under test */
 static uint8_t expert[65536];
 static uint64_t expert_sum;
 static uint8_t frame[TIER_HEAD_BYTES + (1 << 20) + 64], *const out = frame + TIER_HEAD_BYTES;
@@ -28,7 +28,7 @@ static void open_source(const char *dir) {
 static void open_box(uint64_t ram) {
     memset(&sv, 0, sizeof sv);
     sv.o = (options){.ram = ram, .clients = 2, .threads = 1};
-    sv.o.listen[sv.o.n_listen++] = "unix:"; /* somebody may stage */
+    sv.o.listen[sv.o.n_listen++] = "unix:"; /* so that staging is allowed */
     sv.wake_fd = -1;
     pthread_mutex_init(&sv.st.lock, NULL);
     pthread_cond_init(&sv.st.work, NULL);
@@ -58,7 +58,7 @@ static void hang_up(line l) {
 
 static bool is_open(line l) { return l.c->state != C_FREE; }
 
-/* Send n bytes of payload from `out`, let the box act, and take in what it says. */
+/* Send a frame with n bytes of payload from `out`, let the box handle it, and read its answer. */
 static void say_frame(line l, enum tier_type type, size_t n) {
     size_t all = tier_seal(frame, type, 7, (uint32_t)n);
     if (send(l.fd, frame, all, MSG_NOSIGNAL) != (ssize_t)all) CHECK(!is_open(l));
@@ -71,7 +71,7 @@ static void say_frame(line l, enum tier_type type, size_t n) {
     n_back = got > 0 ? (size_t)got : 0;
 }
 
-/* The payload of the frame at the front of what came, if it is of this type; then it is gone. */
+/* Take the first frame that came, if it has this type. Returns its payload. */
 static const uint8_t *heard(enum tier_type type, uint32_t *n) {
     static uint8_t payload[1 << 20];
     tier_head h;
@@ -107,7 +107,7 @@ static void begin_as(line l, float beta, float linear_beta, uint64_t n_bytes) {
     say_frame(l, TIER_BEGIN, TIER_BEGIN_BYTES);
 }
 
-/* A connection that may offer. */
+/* A connection that has begun to stage and may offer. */
 static line stager(uint32_t i) {
     uint32_t n;
     line l = dial_in(i);
@@ -168,7 +168,7 @@ static int commit(line l, uint32_t il, uint32_t ie, uint64_t sum) {
     return p && n == TIER_VERDICT_BYTES ? p[4] : -1;
 }
 
-/* Nothing is on its way; slots are held or free. */
+/* Check that nothing is on its way, and that every slot is held or free. */
 static void check_idle(void) {
     uint32_t n = 0;
     for (size_t i = 0; i < (size_t)sv.n_moe * sv.m.n_experts; i++) n += sv.st.is_coming[i];
@@ -210,7 +210,7 @@ static void test_hello(void) {
     server_close(&sv);
 }
 
-/* Too little memory is said, and the box is as it was. */
+/* A box with too little memory says so, and stays as it was. */
 static void test_small_box(void) {
     uint32_t n;
     open_box(50u << 20);
@@ -229,7 +229,8 @@ static void test_small_box(void) {
     server_close(&sv);
 }
 
-/* One expert after another, in pieces of several lengths: byte for byte, told to clients. */
+/* Stage one expert after another, in pieces of several lengths: the box holds the same bytes and
+ * tells clients. */
 static void test_good(void) {
     static const size_t step[] = {1, 100, 1000, 65536};
     uint64_t n[N_EXPERT_TENSORS];
@@ -262,11 +263,11 @@ static void test_good(void) {
     hang_up(client);
     hang_up(l);
     CHECK(sv.n_stagers == 0 && sv.n_clients == 0);
-    CHECK_EQ_INT(sv.st.n_held, COUNT(step)); /* they stay when the stager leaves */
+    CHECK_EQ_INT(sv.st.n_held, COUNT(step)); /* experts stay when the stager leaves */
     server_close(&sv);
 }
 
-/* Every way to lie ends the connection, and the slot is free again. */
+/* Every wrong frame ends the connection, and the slot is free again. */
 static void test_lies(void) {
     uint64_t n[N_EXPERT_TENSORS];
     uint32_t il = src.m.n_dense + 2, ie = 9;
@@ -280,15 +281,15 @@ static void test_lies(void) {
         n_back = 0;
         if (lie == 0) begin_as(l, NAN, src.math.linear_beta, src.expert_bytes);
         if (lie == 1) begin_as(l, src.math.beta, src.math.linear_beta, src.expert_bytes + 1);
-        if (lie == 2) offer(l, il, ie); /* before begin */
+        if (lie == 2) offer(l, il, ie); /* before it said begin */
         if (lie == 3)
             begin_as(l, src.math.beta, src.math.linear_beta, src.expert_bytes); /* twice */
         if (lie == 4) offer(l, il, src.m.n_experts);
         if (lie == 5) offer(l, src.m.n_dense - 1, ie);
-        if (lie == 6) piece(l, 0, 100); /* of nothing */
+        if (lie == 6) piece(l, 0, 100); /* a piece of no expert */
         if (lie == 7) commit(l, il, ie, expert_sum);
         if (lie > 7) CHECK_EQ_INT(offer(l, il, ie), TIER_WANTS);
-        if (lie == 8) offer(l, il, ie + 1); /* while one is on its way */
+        if (lie == 8) offer(l, il, ie + 1); /* while another expert is on its way */
         if (lie == 9) piece(l, 1, 100);
         if (lie == 10) piece(l, 0, src.expert_bytes + 1);
         if (lie == 11) commit(l, il, ie, expert_sum); /* too early */
@@ -308,7 +309,7 @@ static void test_lies(void) {
         line l = stager(0);
         fetch(il, ie);
         uint64_t sum = expert_sum;
-        if (lie == 2) { /* a scale code above 252, well summed */
+        if (lie == 2) { /* a scale code above 252, with the right sum */
             expert[n[W1_PACKED] + 3] = 253;
             sum = expert_sum = XXH3_64bits(expert, src.expert_bytes);
         }
@@ -326,7 +327,7 @@ static void test_lies(void) {
     server_close(&sv);
 }
 
-/* Another model than the first one's, another's betas, and who is one too many. */
+/* A stager with another model than the first one's, one with other betas, and one too many. */
 static void test_others(void) {
     tier_model other = src.m;
     line l[MAX_STAGERS + 1];
@@ -353,7 +354,7 @@ static void test_others(void) {
     server_close(&sv);
 }
 
-/* Two bring the same; one stops in the middle; the box is full. */
+/* Two stagers bring the same expert; one stops in the middle; the box is full. */
 static void test_busy(void) {
     uint32_t il = src.m.n_dense;
     open_box(1u << 30);
@@ -366,7 +367,7 @@ static void test_busy(void) {
     piece(a, 0, 1000);
     conn_check_time(&sv, a.c, clock_ns() + 20000000000u);
     CHECK(is_open(a));
-    conn_check_time(&sv, b.c, clock_ns() + 40000000000u); /* nothing is expected of it */
+    conn_check_time(&sv, b.c, clock_ns() + 40000000000u); /* it owes no frame */
     CHECK(is_open(b));
     conn_check_time(&sv, a.c, clock_ns() + 40000000000u);
     CHECK(!is_open(a));
@@ -381,7 +382,7 @@ static void test_busy(void) {
         CHECK_EQ_INT(commit(b, il, ie, expert_sum), TIER_HAS);
     }
     fetch(il, 7);
-    CHECK_EQ_INT(offer(b, il, 7), TIER_FULL); /* what was staged stays */
+    CHECK_EQ_INT(offer(b, il, 7), TIER_FULL); /* staged experts are not evicted */
     fetch(il, 4);
     CHECK_EQ_INT(offer(b, il, 4), TIER_HAS);
     CHECK_EQ_INT(sv.st.n_evicted, 0);
@@ -390,7 +391,7 @@ static void test_busy(void) {
     server_close(&sv);
 }
 
-/* Read what is wanted, without threads. */
+/* Read all experts that are wanted, without threads. */
 static void warm_all(void) {
     size_t i;
     int32_t i_slot;
@@ -403,8 +404,8 @@ static void warm_all(void) {
     }
 }
 
-/* A box with the model takes no bytes of it from others: it reads what is offered, makes room where
- * hardly anybody wants what is there, and tells who has another expert. */
+/* A box with the model takes no bytes of it: it reads what is offered, evicts what hardly anybody
+ * wants to make room, and says who offers another expert than its own. */
 static void test_with_model(const char *dir) {
     uint32_t il = src.m.n_dense;
     uint8_t wish[4];
@@ -424,7 +425,7 @@ static void test_with_model(const char *dir) {
     for (int i = 0; i < 50; i++) store_wish(&sv, wish, 4); /* expert 1 is hot */
     line l = stager(0);
     for (uint32_t ie = 1; ie < 4; ie++) {
-        if (ie == 3) sv.st.heat[index_of(&sv, il, 2)] = 0; /* staged, and never wanted since */
+        if (ie == 3) sv.st.heat[index_of(&sv, il, 2)] = 0; /* offered, and not wanted since */
         fetch(il, ie);
         CHECK_EQ_INT(offer(l, il, ie), TIER_BUSY);
         warm_all();
@@ -441,25 +442,25 @@ static void test_with_model(const char *dir) {
     CHECK_EQ_INT(sv.st.n_evicted, 1);
     CHECK(!sv.st.slots[0].is_kept && !sv.st.slots[1].is_kept);
     fetch(il, 3);
-    expert_sum ^= 1; /* of the same fingerprint, and yet another */
+    expert_sum ^= 1; /* the same model by its fingerprint, another expert by its sum */
     CHECK_EQ_INT(offer(l, il, 3), -1);
     CHECK(is_refused("another model: expert 3 of layer"));
     CHECK(!is_open(l));
     hang_up(l);
     check_idle();
     l = stager(0);
-    sv.st.heat[index_of(&sv, il, 4)] = -1.0f; /* a read that failed: bytes are taken, ... */
+    sv.st.heat[index_of(&sv, il, 4)] = -1.0f; /* its read has failed: staged bytes are taken ... */
     for (uint32_t i = 0; i < 2; i++) {
         sv.st.heat[index_of(&sv, il, i == 0 ? 1 : 3)] = 0;
         fetch(il, 4);
-        CHECK_EQ_INT(offer(l, il, 4), TIER_FULL); /* ... but nothing goes for them */
+        CHECK_EQ_INT(offer(l, il, 4), TIER_FULL); /* ... but no other expert is evicted for them */
     }
     CHECK_EQ_INT(sv.st.n_evicted, 1);
     hang_up(l);
     server_close(&sv);
 }
 
-/* What was staged first is what is there: an offer of another expert in its place ends. */
+/* The first expert staged in a place stays: an offer of another one there ends the connection. */
 static void test_another(void) {
     uint32_t il = src.m.n_dense;
     open_box(1u << 30);
@@ -477,7 +478,7 @@ static void test_another(void) {
 
 /* ---- Rights ---- */
 
-/* The same as dial_in, from nobody knows whom. */
+/* As dial_in(), but over TCP, where the peer is unknown. */
 static line dial_in_tcp(uint32_t i) {
     struct sockaddr_in sa = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t n = sizeof sa;
@@ -497,7 +498,7 @@ static const tier_key ASK[2] = {{"an asker's, of thirty-two bytes.", 32},
                                 {"another asker's, of 32 bytes too", 32}},
                       STAGE = {"a stager's, of thirty-two bytes.", 32};
 
-/* say_frame over a socket that takes its time. */
+/* As say_frame(), over a socket on which the frame and its answer come later; waits up to 0.2 s. */
 static void say_slowly(line l, enum tier_type type, size_t n) {
     say_frame(l, type, n);
     for (int i = 0; i < 200 && n_back == 0; i++) {
@@ -509,8 +510,8 @@ static void say_slowly(line l, enum tier_type type, size_t n) {
     }
 }
 
-/* Say hello in a role, with a key (NULL: none), over a connection bound to zeros or, a lie, to something
- * else. True: welcome. */
+/* Say hello in a role, with a key (NULL: none). The proof is bound to this connection, or, where
+ * `lies`, to another. Returns true when the box says welcome. */
 static bool is_let_in(line l, uint8_t role, const tier_key *key, bool lies) {
     uint32_t n;
     tier_talk talk = {.binding = {lies}};
@@ -538,7 +539,7 @@ static void test_rights(const char *dir) {
         const char *why;
         uint32_t n_ask, n_stage;
         bool is_unix;
-        const char *in[TIER_N_ROLES]; /* with which of the keys above one is let in */
+        const char *in[TIER_N_ROLES]; /* per role: for each of the keys above, is one let in */
     } box[] = {{"nothing given, TCP", 0, 0, false, {"yyyy", "yyyy", "nnnn"}},
                {"nothing given, unix", 0, 0, true, {"yyyy", "yyyy", "yyyy"}},
                {"a key, TCP", 1, 0, false, {"nynn", "nynn", "nnnn"}},
@@ -574,7 +575,7 @@ static void test_rights(const char *dir) {
             }
     CHECK(sv.n_clients == 0 && sv.n_stagers == 0);
     sv.o.n_keys[KEY_ASKS] = sv.o.n_keys[KEY_STAGES] = 0;
-    sv.o.stage_name = "somebody"; /* then nobody without TLS, not even our own user */
+    sv.o.stage_name = "somebody"; /* then nobody may stage without TLS, not even this user */
     line l = dial_in(0);
     CHECK(!is_let_in(l, TIER_STAGES, NULL, false));
     hang_up(l);
@@ -614,7 +615,7 @@ static void test_keep(const char *dir) {
     CHECK(config && mkdtemp(keep));
     open_box(1u << 30);
     sv.o.keep_dir = keep;
-    for (int i = 0; i < 5; i++) { /* none, cut short, other layers, other betas, right */
+    for (int i = 0; i < 5; i++) { /* config.json: none, cut short, other layers, other betas, right */
         char text[65536];
         size_t n_text = i == 0 ? 0 : i == 1 ? n / 2 : n;
         memcpy(text, config, n + 1);
@@ -680,7 +681,7 @@ static size_t manifest(char *text, uint32_t version, uint32_t n) {
     return at + slice_end_write(text, at, text + at);
 }
 
-/* Give the end its right sum again after a change. Returns the new length. */
+/* Make the manifest's end line right again after a change. Returns the new length. */
 static size_t reseal(char *text, size_t n) {
     n -= 21; /* "end ", 16 digits, newline */
     return n + slice_end_write(text, n, text + n);
@@ -711,7 +712,7 @@ static void test_manifest(void) {
           s.list[39].sum == 1039 && s.sampled == 0x0123456789abcdef &&
           s.by_sums == 0xfedcba9876543210);
     free(s.list);
-    for (size_t i = 0; i < n; i++) { /* any shorter one, any changed byte */
+    for (size_t i = 0; i < n; i++) { /* every shorter text, every changed byte */
         if (is_taken(text, i, false)) CHECK(!"a manifest cut short");
         memcpy(bad, text, n);
         bad[i] ^= 1;
@@ -734,7 +735,7 @@ static void test_manifest(void) {
         memcpy(strstr(bad, change[i].from), change[i].to, strlen(change[i].to));
         if (is_taken(bad, reseal(bad, n), false)) CHECK_EQ_STR(change[i].to, "refused");
     }
-    size_t n_taken = 0; /* an unfinished one is good up to its last whole line */
+    size_t n_taken = 0; /* an unfinished manifest is good up to its last whole line */
     for (size_t i = 0; i < n - 21; i++) n_taken += is_taken(text, i, true);
     CHECK_EQ_INT(n_taken, n - 21 - (size_t)(strstr(text, "\n1 0 000") + 1 - text));
     n = manifest(text, 1, 40); /* as releases before wrote it */

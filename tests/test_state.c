@@ -1,13 +1,13 @@
-/* test_state.c - a timeline goes on from a file, the cache or a snapshot as if nothing had been.
+/* test_state.c - a session goes on from a file, the cache or a snapshot as if it had never stopped.
  *
  *     test_state DEMO_DIR DATA_DIR [--quick]
  *     test_state --speed CONFIG_DIR WORK_DIR    save and load at that config's true dimensions
  *
- * The engine is included, so that its budget can be looked at and an engine of the true dimensions
- * made without weights; k3_state.c is linked, as in the program. Bits are compared with the hashes
- * of demo/bits.tsv (made by two other programs) and with runs that nobody interrupted. What is in
- * a file is read back here by the documented offsets, not by the engine's code. --quick is for
- * sanitizers: fewer combinations.
+ * The engine is included, so that its budget can be read and an engine of the true dimensions made
+ * without weights; k3_state.c is linked, as in the program. Bits are compared with the hashes of
+ * demo/bits.tsv (made by two other programs) and with runs that were not interrupted. Files are
+ * read back here by the documented offsets, not by the engine's code. --quick is for sanitizers:
+ * fewer combinations.
  */
 #include "../k3.c"
 #include "test.h"
@@ -26,16 +26,16 @@
 
 static const char *demo_dir, *data_dir;
 static bool is_quick;
-static char work_dir[64]; /* in memory where there is such a place: every save is fsynced */
+static char work_dir[64]; /* on a tmpfs where there is one: every save is fsynced */
 static char path_a[80], path_b[80], cache_dir[80];
 static uint32_t ids[N_IDS];
-static float *rows; /* [N_IDS][vocab], of the run that nobody interrupted */
+static float *rows; /* f32[N_IDS][vocab], of the run that was not interrupted */
 static size_t n_vocab;
 
 /* ---- A system that says other things (k3_temp.c and k3_state.c call these) ---- */
 
 static int lock_fails;         /* errno of every flock; 0: the system's answer */
-static uint64_t free_bytes;    /* that statvfs says; 0: the system's answer    */
+static uint64_t free_bytes;    /* that statvfs reports; 0: the system's answer */
 
 int flock(int fd, int operation) {
     if (lock_fails == 0) return (int)syscall(SYS_flock, fd, operation);
@@ -93,7 +93,8 @@ static k3_session *session(k3_engine *e, uint64_t context) {
     exit(1);
 }
 
-/* The first: this machine's best kernels, as the program would run. The last is the definition. */
+/* The first way: this machine's best kernels, as the program would run. The last: the reference
+ * kernels. */
 #define MAX_WAYS 6
 static k3_engine *way[MAX_WAYS];
 static k3_session *at[MAX_WAYS];
@@ -219,7 +220,7 @@ static void run_whole(void) {
     rows = malloc(N_IDS * n_vocab * sizeof *rows);
     k3_session_reset(at[0]);
     CHECK_EQ_INT(k3_session_feed(at[0], ids, N_IDS, K3_ROWS_ALL, rows, &err), 0);
-    /* And the same hand by hand in the definition, so that one path does not vouch for itself. */
+    /* The same ids one by one with the reference kernels, so that no path vouches for itself. */
     float *row = malloc(n_vocab * sizeof *row);
     for (size_t i = 0; i < (is_quick ? 10 : 100); i++) {
         k3_session_feed(at[n_ways - 1], ids + i, 1, K3_ROWS_LAST, row, &err);
@@ -253,9 +254,9 @@ static bool is_same(const k3_session *a, const k3_session *b) {
     return true;
 }
 
-/* Saved at every position of a run that goes on: what another way loads is the same to the last
- * byte, is saved again as the same file, and goes on to the same rows, by a few ids at most splits
- * and to the end at some. */
+/* Save at every position of a run. What an engine of another way loads must be the same to the last
+ * byte, must be saved as the same file again, and must go on to the same rows: for a few ids at
+ * most positions, to the end at some. */
 static void test_splits(void) {
     k3_session *from = session(way[0], 0);
     k3_error err = {{0}};
@@ -283,7 +284,7 @@ static void test_splits(void) {
     k3_session_free(from);
 }
 
-/* Every split at once: after each id to the next way, through the cache at every other id. */
+/* All splits in one run: after each id to the next way, through the cache at every other id. */
 static void test_chain(void) {
     k3_error err = {{0}};
     k3_cache *c[MAX_WAYS];
@@ -338,7 +339,8 @@ static const uint8_t *piece_decode(const uint8_t *p, uint32_t n_planes, uint8_t 
     return in;
 }
 
-/* A line of the table: it begins where the one before ends. Returns where it ends. */
+/* Check one line of the table of sections: it must begin where the one before ends. Returns where
+ * it ends. */
 static uint64_t entry_check(const uint8_t *f, int i, const char *name, bool is_required,
                             uint32_t n_planes, uint64_t first, uint64_t n_raw) {
     char padded[17] = {0};
@@ -413,7 +415,7 @@ static void test_format(void) {
     n_notes = 0;
     CHECK_EQ_INT(k3_session_load(at[1], path_a, &back, &n_back, NULL, &err), 0);
     CHECK(n_back == sizeof app && back && memcmp(back, app, sizeof app) == 0);
-    CHECK_EQ_INT(n_notes, 0); /* nobody touched the model since */
+    CHECK_EQ_INT(n_notes, 0); /* the model's files are untouched */
     free(back);
     CHECK_EQ_INT(k3_session_load(at[1], path_a, NULL, &n_back, NULL, &err), 0);
     k3_state_head h;
@@ -424,8 +426,8 @@ static void test_format(void) {
     free(out);
 }
 
-/* A state in the repository, made by the first version that had any: what it was saved as must stay
- * readable, or be refused by a new version number. */
+/* The state file in tests/data, made by the first version that wrote any: it must stay readable, or
+ * be refused for its version. */
 static void test_old_file(void) {
     char path[512];
     k3_error err = {{0}};
@@ -444,7 +446,8 @@ static void test_old_file(void) {
 
 /* ---- What must be refused ---- */
 
-/* As k3_session_new made it: cache rows are written before they are read, the rest is 0. */
+/* Is the session as k3_session_new() made it? All but cache rows is 0; those are written before
+ * they are read. */
 static bool is_new(const k3_session *s) {
     for (uint32_t il = 0; il < s->e->sh.n_layers; il++) {
         k3_state_array a;
@@ -456,7 +459,7 @@ static bool is_new(const k3_session *s) {
     return s->pos == 0 && !s->is_broken;
 }
 
-/* The checksums of table and header. */
+/* Make the checksums of table and header right. */
 static void sums_repair(uint8_t *f, size_t n) {
     uint64_t n_table = 64 * (uint64_t)u32_at(f + 152), sum = 0;
     if (u32_at(f + 8) == 2 && n_table <= n - HEAD) {
@@ -467,8 +470,8 @@ static void sums_repair(uint8_t *f, size_t n) {
     memcpy(f + SUM, &sum, 8);
 }
 
-/* Write n bytes of f, its header's checksum repaired if asked; loading must fail, say `why`, and
- * leave a session that is as new. */
+/* Write n bytes of f, with its header's checksum made right where `repairs`. Loading must fail with
+ * `want`, say `why`, and leave the session new. */
 static bool refused(uint8_t *f, size_t n, bool repairs, int want, const char *why) {
     k3_error err = {{0}};
     k3_state_head h;
@@ -482,13 +485,13 @@ static bool refused(uint8_t *f, size_t n, bool repairs, int want, const char *wh
     int rc = k3_session_load(at[1], path_b, &app, &n_app, NULL, &err);
     bool ok = rc == want && strstr(err.text, why) && !app && n_app == 0 && is_new(at[1]);
     if (!ok) printf("    got %d '%s', want %d '%s'\n", rc, err.text, want, why);
-    /* Without a model the bytes are judged, not whose they are. */
+    /* Without a model only the bytes are checked, not whose they are. */
     if (want == K3_ECHECK && !repairs && k3_state_check(path_b, true, &h, &err) != K3_ECHECK)
         ok = false;
     return ok;
 }
 
-/* One header field changed, checksum right: says what differs. */
+/* Change one header field and make the checksum right: the message must say what differs. */
 static void refuse_field(uint8_t *f, size_t n, size_t offset, uint8_t flip, int want,
                          const char *why) {
     f[offset] ^= flip;
@@ -496,15 +499,16 @@ static void refuse_field(uint8_t *f, size_t n, size_t offset, uint8_t flip, int 
     f[offset] ^= flip;
 }
 
-/* The first plane of the first piece one byte longer than it can be, all lengths and checksums right:
- * sizes are believed before checksums can be looked at, so they must be judged. */
+/* Make the first plane of the first piece one byte longer than it can be, with all lengths and
+ * checksums right. Sizes are used before a checksum can be compared, so they must be checked
+ * themselves. */
 static void refuse_long_plane(const uint8_t *f, size_t n) {
     const size_t p = HEAD + 3 * 64;
     uint8_t *g = malloc(n + 1);
     uint32_t stored = u32_at(f + p + 20), longer = stored + 1;
     uint64_t size = n + 1, payload = 1;
     for (int b = 0; b < 4; b++) payload += u32_at(f + p + 20 + 4 * b);
-    CHECK_EQ_INT(stored, u32_at(f + p + 16) / 4); /* as it is, not packed */
+    CHECK_EQ_INT(stored, u32_at(f + p + 16) / 4); /* stored unpacked */
     memcpy(g, f, p + 48 + stored);
     g[p + 48 + stored] = 1;
     memcpy(g + p + 49 + stored, f + p + 48 + stored, n - p - 48 - stored);
@@ -520,8 +524,8 @@ static void refuse_long_plane(const uint8_t *f, size_t n) {
     free(g);
 }
 
-/* A section that this program does not know: skipped, unless the file says that it is needed. The app of
- * `f` plays it. */
+/* A section that this program does not know is skipped, unless the file says that it is required.
+ * The app section of `f` plays that part. */
 static void test_unknown_section(uint8_t *f, size_t n) {
     k3_error err = {{0}};
     k3_state_head h;
@@ -543,7 +547,7 @@ static void test_unknown_section(uint8_t *f, size_t n) {
     CHECK(refused(f, n, true, K3_ECHECK, "needs section draft, which this program does not know"));
     entry[16] = 0;
     memcpy(entry, "app\0\0", 5);
-    entry[48] = 7; /* of something that is not here */
+    entry[48] = 7; /* a section number that is not there */
     sums_repair(f, n);
     file_write(path_b, f, n);
     CHECK_EQ_INT(k3_session_load(at[1], path_b, &app, &n_app, NULL, &err), 0);
@@ -555,7 +559,7 @@ static void test_unknown_section(uint8_t *f, size_t n) {
 static void refuse_tables(uint8_t *f, size_t n) {
     const size_t table = HEAD;
     refuse_field(f, n, table + 2, 1, K3_ECHECK, "needs section idr");
-    f[table + 16] = 0; /* not required, and then it is missing */
+    f[table + 16] = 0; /* then it is not required, and missing */
     refuse_field(f, n, table + 2, 1, K3_ECHECK, "section ids is missing");
     f[table + 16] = 1;
     refuse_field(f, n, table + 5, 1, K3_ECHECK, "makes no sense"); /* behind the name's end */
@@ -568,9 +572,9 @@ static void refuse_tables(uint8_t *f, size_t n) {
     refuse_field(f, n, table + 40, 4, K3_ECHECK, "makes no sense");
     refuse_field(f, n, table + 48, 1, K3_ECHECK, "needs section ids");
     refuse_field(f, n, table + 56, 1, K3_ECHECK, "makes no sense");
-    memcpy(f + table + 64, "layers", 6); /* one plane: not a second one of that name */
+    memcpy(f + table + 64, "layers", 6); /* as one plane, so no second section `layers` */
     f[table + 64 + 20] = 4;
-    CHECK(refused(f, n, true, K3_ECHECK, "")); /* its 3 bytes are no four planes */
+    CHECK(refused(f, n, true, K3_ECHECK, "")); /* 3 bytes cannot be four planes */
     memcpy(f + table + 64, "app\0\0\0", 6);
     f[table + 64 + 20] = 1;
 }
@@ -619,7 +623,7 @@ static void test_refusals(void) {
     refuse_tables(f, n);
     test_unknown_section(f, n);
     refuse_long_plane(f, n);
-    at[0]->ids[3] = 2048; /* everything right about it but that there is no such id */
+    at[0]->ids[3] = 2048; /* a right file with an id that does not exist */
     k3_session_save(at[0], path_b, NULL, 0, NULL, &err);
     CHECK_EQ_INT(k3_session_load(at[1], path_b, NULL, NULL, NULL, &err), K3_ECHECK);
     CHECK(strstr(err.text, "id 2048 at position 3") && is_new(at[1]));
@@ -629,7 +633,7 @@ static void test_refusals(void) {
     CHECK_EQ_INT(k3_session_load(at[1], work_dir, NULL, NULL, NULL, &err), K3_EIO);
     CHECK(strstr(err.text, "not a regular file"));
     CHECK_EQ_INT(k3_session_load(at[1], "/nowhere/x", NULL, NULL, NULL, &err), K3_EIO);
-    CHECK(goes_on(at[1], 0, 30)); /* after all of that */
+    CHECK(goes_on(at[1], 0, 30)); /* the session still goes on */
     free(f);
 }
 
@@ -660,7 +664,7 @@ static void test_fingerprint(void) {
     snprintf(command, sizeof command, "cp -r '%s' '%s' && chmod -R u+w '%s'", demo_dir, dir, dir);
     CHECK(system(command) == 0);
     snprintf(command, sizeof command, "%s/model-00003-of-000003.safetensors", dir);
-    FILE *f = fopen(command, "r+b"); /* most of a shard is another's */
+    FILE *f = fopen(command, "r+b"); /* most of a shard is of other weights */
     if (CHECK(f != NULL)) {
         fseek(f, 0, SEEK_END);
         long n = ftell(f);
@@ -678,7 +682,7 @@ static void test_fingerprint(void) {
     }
 }
 
-/* The fingerprints of a directory after its sums were written, or with those that are there. */
+/* The fingerprints of a directory; where `writes`, after its sums were written. */
 static k3_fingerprints prints_of(const char *dir, bool writes) {
     k3_fingerprints print = {0, 0};
     k3_error err = {{0}};
@@ -690,7 +694,7 @@ static k3_fingerprints prints_of(const char *dir, bool writes) {
     if (writes && CHECK_EQ_INT(k3_engine_open(&e, &o, &err), 0)) {
         CHECK_EQ_INT(k3_engine_write_sums(e, true, &err), 256);
         CHECK_EQ_INT(k3_engine_fingerprints(e, &print, &err), 0);
-        CHECK_EQ_INT(print.by_sums, 0); /* not what this engine computes with */
+        CHECK_EQ_INT(print.by_sums, 0); /* the engine was opened before there were sums */
         k3_engine_close(e);
     }
     if (CHECK_EQ_INT(k3_engine_open(&e, &o, &err), 0)) {
@@ -737,8 +741,8 @@ static void sums_first_form(const char *dir) {
     free(f);
 }
 
-/* By sums: the same for the same weights in other shards, experts in pieces included; another when
- * one expert differs where no sample looks. */
+/* Fingerprints by sums are equal for the same weights in other shards, also with experts in pieces,
+ * and differ when one expert differs where no sample looks. */
 static void test_prints_by_sums(void) {
     char dir[128], recut[128], command[2048];
     snprintf(dir, sizeof dir, "%s/sums", work_dir);
@@ -754,7 +758,7 @@ static void test_prints_by_sums(void) {
     }
     expert_flip(dir, 3, 5);
     k3_fingerprints other = prints_of(dir, true);
-    CHECK(other.sampled == own.sampled); /* else this test tests nothing */
+    CHECK(other.sampled == own.sampled); /* samples cannot tell the two apart */
     CHECK(other.by_sums != 0 && other.by_sums != own.by_sums);
     expert_flip(dir, 3, 5);
     CHECK(prints_of(dir, true).by_sums == own.by_sums);
@@ -766,7 +770,7 @@ static void test_prints_by_sums(void) {
     k3_options_default(&o);
     o.model_dir = dir;
     o.headers_only = true;
-    for (int i = 0; i < 2; i++) { /* damage is found by it, and it is not written over */
+    for (int i = 0; i < 2; i++) { /* the damage is found, and the list is not written over */
         expert_flip(dir, 3, 5);
         if (!CHECK_EQ_INT(k3_engine_open(&e, &o, &err), 0)) return;
         CHECK_EQ_INT(k3_engine_verify(e, &err), i ? 256 : K3_ECHECK);
@@ -829,7 +833,8 @@ static void state_make(const char *dir, const char *path) {
     k3_engine_close(e);
 }
 
-/* What `dir` does with that: how many positions the cache has, what loading says, how many notes. */
+/* Use that state with `dir`: how many positions the cache gives, what loading returns, how many
+ * notes come. */
 static void state_try(const char *dir, const char *path, int64_t cached, int loads, int notes,
                       const char *says) {
     k3_engine *e = engine_of(dir);
@@ -848,8 +853,8 @@ static void state_try(const char *dir, const char *path, int64_t cached, int loa
     k3_engine_close(e);
 }
 
-/* Weights that were damaged where no sample looks, and repaired: what was made of them is not gone on
- * with. Without sums the files' stamps tell; with sums, the sums. */
+/* Weights were damaged where no sample looks, and repaired: a state made with the damage must not
+ * be used. Without sums the stamps of the files tell; with sums, the sums. */
 static void test_repaired(void) {
     char dir[128], path[160], list_path[192];
     k3_error err;
@@ -862,22 +867,22 @@ static void test_repaired(void) {
     state_try(dir, path, 50, 0, 0, "");
     expert_flip(dir, 2, 7);
     state_try(dir, path, 0, 0, 1, "made without sums, from files changed or copied since");
-    prints_of(dir, true); /* sums come later: they cannot tell what was before */
+    prints_of(dir, true); /* sums that were written later cannot tell */
     state_try(dir, path, 0, 0, 1, "made without sums");
     state_make(dir, path);
     state_try(dir, path, 50, 0, 0, "");
     expert_flip(dir, 2, 7);
-    prints_of(dir, true); /* sums that bless the damage */
+    prints_of(dir, true); /* sums of the damaged weights */
     state_try(dir, path, 0, K3_ECHECK, 0, "a state of other weights: the sums say");
     expert_flip(dir, 2, 7);
     prints_of(dir, true);
-    state_try(dir, path, 50, 0, 0, ""); /* exact: the same weights, though the files were touched */
+    state_try(dir, path, 50, 0, 0, ""); /* the sums are equal, though the files were touched */
     CHECK(unlink(list_path) == 0);
     state_try(dir, path, 0, 0, 1, "this run has no sums");
     k3_cache_trim(cache_dir, 0, NULL, &err);
 }
 
-/* The files are changed under a run that has no sums: nobody can say of which weights its state is. */
+/* The files change under a run that has no sums: nobody can say which weights its state is of. */
 static void test_touched(void) {
     char dir[128];
     k3_error err = {{0}};
@@ -920,7 +925,7 @@ static void test_save_errors(void) {
     CHECK(strstr(err.text, "not a regular file"));
     CHECK_EQ_INT(k3_session_save(s, path_a, temp, K3_STATE_APP_MAX + 1, NULL, &err), K3_EUSAGE);
 
-    /* A drive that fills up: what was there stays, the half file goes. */
+    /* A drive that fills up: the old file stays, the half-written one is removed. */
     struct rlimit full = {60000, RLIM_INFINITY}, old;
     uint8_t *before = file_read(path_a, &n);
     getrlimit(RLIMIT_FSIZE, &old);
@@ -935,7 +940,7 @@ static void test_save_errors(void) {
     free(before);
     free(after);
 
-    /* Somebody else is writing; or was, and died. A link is followed, not replaced. */
+    /* Another process is writing the file; or was, and died. A link is followed, not replaced. */
     int fd = open(temp, O_RDWR | O_CREAT, 0600);
     CHECK(flock(fd, LOCK_EX) == 0);
     CHECK_EQ_INT(k3_session_save(s, path_a, NULL, 0, NULL, &err), K3_EIO);
@@ -951,7 +956,7 @@ static void test_save_errors(void) {
     CHECK(lstat(path_a, &st) == 0 && (st.st_mode & 0777) == 0600);
     unlink(path_b);
 
-    /* A step that was cancelled leaves nothing to save; loading heals. */
+    /* After a cancelled step there is nothing to save; loading makes the session whole. */
     cancel_after = 3;
     CHECK_EQ_INT(k3_session_feed(s, ids + 80, 20, K3_ROWS_NONE, NULL, &err), K3_ECANCEL);
     cancel_after = -1;
@@ -961,7 +966,7 @@ static void test_save_errors(void) {
     CHECK(goes_on(s, 80, N_IDS));
 }
 
-/* Saving must say `why` before anything is written, and leave what is there. */
+/* Saving must fail with `why` before anything is written, and leave the old file. */
 static void save_refused(const char *temp, const char *why) {
     k3_error err = {{0}};
     struct stat before, after;
@@ -974,7 +979,7 @@ static void save_refused(const char *temp, const char *why) {
           before.st_size == after.st_size);
 }
 
-/* What is found under the temporary name is taken over only if nobody else can have put it there. */
+/* A file under the temporary name is taken over only if nobody else can have put it there. */
 static void test_save_foreign(void) {
     char temp[96], other[96];
     k3_error err = {{0}};
@@ -1009,7 +1014,7 @@ static void test_save_foreign(void) {
     CHECK(!is_there(temp));
 }
 
-/* Room is asked for before the work; both sizes are said. */
+/* Saving asks for free space first; the message has both sizes. */
 static void test_save_room(void) {
     const k3_shape *sh = &way[0]->sh;
     k3_error err = {{0}};
@@ -1032,7 +1037,8 @@ static void test_save_room(void) {
     CHECK(info.file_bytes <= raw + K3_STATE_APP_MAX + (64 << 10));
 }
 
-/* A place without locks: its reason is named, what was made just now is written, what is found stays. */
+/* A file system without locks: the message names that reason; a file made just now is written, one
+ * that was there is left alone. */
 static void test_no_locks(void) {
     char temp[96];
     k3_error err = {{0}};
@@ -1062,7 +1068,7 @@ static void test_no_locks(void) {
     }
 }
 
-/* A cache is believed: nobody else may be able to put a state there. */
+/* A cache directory is trusted, so nobody else may be able to write to it. */
 static void test_cache_foreign(void) {
     k3_error err = {{0}};
     k3_cache *c = cache_open(way[0], 0);
@@ -1079,7 +1085,7 @@ static void test_cache_foreign(void) {
         CHECK(!k3_cache_has(c, ids, 20));
         CHECK_EQ_INT(k3_cache_restore(c, at[1], ids, 30, &err), 0);
         CHECK(n_notes == 1 && strstr(last_note, i ? "belongs to user 12345" : "mode 0666"));
-        CHECK_EQ_INT(k3_cache_store(c, at[0], &err), 0); /* ours takes its place */
+        CHECK_EQ_INT(k3_cache_store(c, at[0], &err), 0); /* this process's entry replaces it */
         CHECK_EQ_INT(k3_cache_restore(c, at[1], ids, 30, &err), 20);
     }
     k3_cache_close(c);
@@ -1095,8 +1101,8 @@ static void test_cache_foreign(void) {
     k3_cache_trim(cache_dir, 0, NULL, &err);
 }
 
-/* A process that does nothing but save is killed wherever it is: the file is always a whole one, and
- * the next to save takes the half one over. */
+/* Kill a process that only saves, at any moment: the file is always a whole one, and the next save
+ * takes over the half-written one. */
 static void test_save_killed(void) {
     k3_engine *e = engine(NULL, 1, 8, 0);
     k3_session *s = session(e, 0);
@@ -1117,12 +1123,12 @@ static void test_save_killed(void) {
         nanosleep(&a_while, NULL);
         int status;
         CHECK(child > 0 && kill(child, SIGKILL) == 0 && waitpid(child, &status, 0) == child);
-        CHECK(WIFSIGNALED(status)); /* no save of its failed */
+        CHECK(WIFSIGNALED(status)); /* it died by the signal: no save had failed */
         n_half += is_there(temp);
         CHECK_EQ_INT(k3_session_load(at[0], path_a, NULL, NULL, NULL, &err), 0);
         CHECK(is_same(at[0], s));
     }
-    CHECK(n_half > 0); /* some were killed in the midst of it */
+    CHECK(n_half > 0); /* some died while they wrote */
     CHECK_EQ_INT(k3_session_save(s, path_a, NULL, 0, NULL, &err), 0);
     CHECK(!is_there(temp));
     k3_session_free(s);
@@ -1150,7 +1156,7 @@ static void test_snapshots(void) {
     CHECK(goes_on(s, 130, 150));
     CHECK_EQ_INT(k3_session_restore(s, a, &err), 0); /* and on another way from there */
     CHECK_EQ_INT(k3_session_feed(s, other, 40, K3_ROWS_NONE, NULL, &err), 0);
-    CHECK_EQ_INT(k3_session_restore(s, b, &err), K3_EUSAGE); /* its rows were written over */
+    CHECK_EQ_INT(k3_session_restore(s, b, &err), K3_EUSAGE); /* its latent rows were overwritten */
     CHECK_EQ_INT(k3_session_feed(s, other, 40, K3_ROWS_NONE, NULL, &err), 0);
     CHECK_EQ_INT(k3_session_restore(s, b, &err), K3_EUSAGE); /* long enough, other ids */
     CHECK(strstr(err.text, "not the first of this session's 150"));
@@ -1159,7 +1165,7 @@ static void test_snapshots(void) {
     cancel_after = -1;
     k3_snapshot *none;
     CHECK_EQ_INT(k3_session_snapshot(s, &none, &err), K3_EUSAGE);
-    CHECK_EQ_INT(k3_session_restore(s, a, &err), 0); /* heals */
+    CHECK_EQ_INT(k3_session_restore(s, a, &err), 0); /* restoring makes the session whole */
     CHECK(goes_on(s, 70, N_IDS));
     k3_session_reset(s);
     CHECK_EQ_INT(k3_session_restore(s, a, &err), K3_EUSAGE);
@@ -1173,7 +1179,7 @@ static void test_snapshots(void) {
     k3_snapshot_free(NULL);
 }
 
-/* The plan counts ids and snapshots: at its own floor everything it promised fits. */
+/* The plan counts ids and snapshots: with the budget of its floor all that it promised fits. */
 static void test_plan(void) {
     k3_options o;
     k3_engine *e;
@@ -1201,7 +1207,7 @@ static void test_plan(void) {
     CHECK_EQ_INT(k3_session_snapshot(s, &a, &err), 0);
     CHECK(goes_on(s, 10, 20));
     CHECK_EQ_INT(k3_session_snapshot(s, &b, &err), 0);
-    CHECK_EQ_INT(k3_session_save(s, path_a, NULL, 0, NULL, &err), 0); /* at the floor too */
+    CHECK_EQ_INT(k3_session_save(s, path_a, NULL, 0, NULL, &err), 0); /* saving works at the floor */
     CHECK_EQ_INT(k3_session_load(s, path_a, NULL, NULL, NULL, &err), 0);
     CHECK(e->mem.used <= e->mem.limit && goes_on(s, 20, 40));
     CHECK_EQ_INT(k3_session_restore(s, a, &err), 0);
@@ -1232,7 +1238,7 @@ static void test_cache_prefix(void) {
         CHECK_EQ_INT(k3_cache_restore(d, to, ids, n, &err), want);
         CHECK(goes_on(to, want, n % 50 == 19 && !is_quick ? n : want));
     }
-    /* Ids that turn off at 117: what is past that must not be found. */
+    /* Ids that differ from 117 on: entries past that must not be found. */
     uint32_t other[N_IDS];
     memcpy(other, ids, sizeof ids);
     other[117] ^= 1;
@@ -1241,7 +1247,7 @@ static void test_cache_prefix(void) {
     other[0] ^= 1;
     CHECK_EQ_INT(k3_cache_restore(d, to, other, N_IDS, &err), 0);
     CHECK_EQ_INT(k3_session_pos(to), 0);
-    k3_session *small = session(way[0], 70); /* longer ones are passed over */
+    k3_session *small = session(way[0], 70); /* entries longer than its context are passed over */
     CHECK_EQ_INT(k3_cache_restore(c, small, ids, N_IDS, &err), 60);
     k3_session_free(small);
     k3_cache_get_stats(c, &st);
@@ -1249,7 +1255,7 @@ static void test_cache_prefix(void) {
           st.restored_pos == 60 && st.evicted == 0);
     k3_cache_get_stats(d, &st);
     CHECK(st.stored == 0 && st.misses > 1 && st.hits > 5);
-    /* Another model finds nothing here. */
+    /* An engine with another constant finds nothing here. */
     k3_engine *eps = engine(NULL, 1, 8, 1e-5f);
     k3_session *stranger = session(eps, 0);
     k3_cache *x = cache_open(eps, 0);
@@ -1262,7 +1268,7 @@ static void test_cache_prefix(void) {
     k3_cache_close(d);
 }
 
-/* A damaged entry: a note, a shorter one, and it is gone. */
+/* A damaged entry: a note, a shorter entry is used, and the damaged one is removed. */
 static void test_cache_damage(void) {
     k3_cache *c = cache_open(way[0], 0);
     k3_error err;
@@ -1282,7 +1288,7 @@ static void test_cache_damage(void) {
     CHECK(strstr(last_note, "the cache entry was removed"));
     CHECK(goes_on(at[0], 140, N_IDS));
     CHECK_EQ_INT(cache_list().n, 7);
-    /* A name that lies about its ids: another entry's bytes under it. */
+    /* The name of one entry on the bytes of another. */
     l = cache_list();
     char *to = NULL, *from = NULL;
     for (int i = 0; i < l.n; i++) {
@@ -1294,7 +1300,7 @@ static void test_cache_damage(void) {
     free(f);
     CHECK_EQ_INT(k3_cache_restore(c, at[0], ids, N_IDS, &err), 120);
     CHECK(goes_on(at[0], 120, N_IDS));
-    /* What is not ours is not touched, whatever it is called. */
+    /* Files that are no entries stay, whatever they are called. */
     char strange[128], left[128];
     snprintf(strange, sizeof strange, "%s/notes.k3s", cache_dir);
     file_write(strange, "mine", 4);
@@ -1304,7 +1310,7 @@ static void test_cache_damage(void) {
     int fd = open(left, O_RDWR);
     CHECK(flock(fd, LOCK_EX) == 0);
     k3_cache_close(cache_open(way[0], 0));
-    CHECK(is_there(left)); /* its writer lives */
+    CHECK(is_there(left)); /* its writer still runs */
     close(fd);
     k3_cache_close(cache_open(way[0], 0));
     CHECK(!is_there(left) && is_there(strange));
@@ -1349,7 +1355,7 @@ static void test_cache_size(void) {
     CHECK(n_notes == 1 && strstr(last_note, "more than the whole cache may hold"));
     CHECK_EQ_INT(cache_list().n, 0);
     k3_cache_close(c);
-    /* The directory goes away under a run: nothing is found, nothing breaks. */
+    /* The directory is removed under a run: nothing is found, nothing breaks. */
     char command[256];
     c = cache_open(way[0], 0);
     snprintf(command, sizeof command, "rm -rf '%s'", cache_dir);
@@ -1366,7 +1372,7 @@ static void test_cache_size(void) {
 
 /* ---- Speed at true dimensions ---- */
 
-/* An engine with a geometry and a budget, and nothing to compute with. */
+/* An engine with geometry and budget but no weights. */
 static k3_engine *engine_hollow(const char *config_dir, uint64_t context) {
     k3_engine *e = calloc(1, sizeof *e);
     k3_error err;
@@ -1382,7 +1388,7 @@ static k3_engine *engine_hollow(const char *config_dir, uint64_t context) {
     return scratch_open(e, &err) < 0 ? NULL : e;
 }
 
-/* Values as states have them: normal, with a scale that differs from row to row. */
+/* Fill a session with values like a state's: normal, with a scale that differs from row to row. */
 static void session_fill(k3_session *s, uint64_t n_pos) {
     uint64_t seed = 11;
     static float noise[1 << 16];
@@ -1438,7 +1444,8 @@ static int speed(const char *config_dir, const char *dir) {
     return 0;
 }
 
-/* ---- Sums of far boxes that nobody compared: no box answers here, so a test sets the mark ---- */
+/* ---- Sums of far boxes that nobody compared: no box answers here, so the test sets the mark
+ * itself ---- */
 
 static bool fails_as_lied(k3_session *s) {
     k3_error err = {{0}};
@@ -1446,7 +1453,7 @@ static bool fails_as_lied(k3_session *s) {
            strstr(err.text, "gives wrong expert sums");
 }
 
-/* A lie ends unverified sessions, and no other; snapshots keep the mark. */
+/* A caught lie ends unverified sessions and no others; snapshots keep the mark. */
 static void test_unverified_snapshots(void) {
     k3_session *s = at[0];
     k3_snapshot *a, *b;
@@ -1462,7 +1469,7 @@ static void test_unverified_snapshots(void) {
     CHECK(fails_as_lied(s));
     CHECK_EQ_INT(k3_session_restore(s, b, &err), 0);
     CHECK(fails_as_lied(s));
-    CHECK_EQ_INT(k3_session_restore(s, a, &err), 0); /* its latent rows may have been written again */
+    CHECK_EQ_INT(k3_session_restore(s, a, &err), 0); /* its latent rows may have been overwritten */
     CHECK(fails_as_lied(s));
     k3_session_reset(s);
     CHECK(goes_on(s, 0, 100));
@@ -1475,7 +1482,7 @@ static void test_unverified_snapshots(void) {
     way[0]->stats.far_lies = 0;
 }
 
-/* The mark goes into the file and comes back with it; with audits no such file is written. */
+/* The mark is saved and loaded with the state; with audits such a file is not written. */
 static void test_unverified_saved(void) {
     k3_session *s = at[0];
     k3_error err;
@@ -1503,7 +1510,8 @@ static void test_unverified_saved(void) {
     way[0]->opt.tier_audit = 0;
 }
 
-/* An engine with audits takes nothing unverified from the cache, and a verified state replaces such an entry. */
+/* An engine with audits takes no unverified entry from the cache, and a verified state replaces
+ * one. */
 static void test_unverified_cached(void) {
     k3_cache *c = cache_open(way[0], 0);
     k3_session *s = at[0];
@@ -1522,11 +1530,11 @@ static void test_unverified_cached(void) {
     CHECK(n_notes == 1 && strstr(last_note, "nobody compared; the cache entry was not used"));
     CHECK(goes_on(s, 0, 70));
     s->is_unverified = true;
-    CHECK_EQ_INT(k3_cache_store(c, s, &err), 0); /* not with audits: what is there stays */
+    CHECK_EQ_INT(k3_cache_store(c, s, &err), 0); /* not with audits: the old entry stays */
     k3_session_reset(s);
     CHECK_EQ_INT(k3_cache_restore(c, s, ids, 80, &err), 0);
     CHECK(goes_on(s, 0, 70));
-    CHECK_EQ_INT(k3_cache_store(c, s, &err), 0); /* verified: in its place */
+    CHECK_EQ_INT(k3_cache_store(c, s, &err), 0); /* verified: replaces the entry */
     CHECK_EQ_INT(k3_cache_restore(c, s, ids, 80, &err), 70);
     CHECK(!s->is_unverified);
     listing l = cache_list();

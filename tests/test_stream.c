@@ -20,13 +20,13 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
-static int mmaps_left = -1; /* mmaps by the engine that still succeed; -1: all */
+static int mmaps_left = -1; /* mmaps of the engine that still succeed; -1: all do */
 static void *scarce_mmap(void *at, size_t n, int prot, int flags, int fd, long offset) {
     if (mmaps_left == 0) return MAP_FAILED;
     if (mmaps_left > 0) mmaps_left--;
     return mmap(at, n, prot, flags, fd, offset);
 }
-/* Random numbers as the test gives them: bytes of `given`, or none. */
+/* The test's own source of random numbers: the bytes of `given`, or none. */
 static const void *given;
 static int n_given;
 static ssize_t given_random(void *to, size_t n, unsigned flags) {
@@ -43,6 +43,7 @@ static ssize_t given_random(void *to, size_t n, unsigned flags) {
 #include "../k3_ledger.c"
 #undef getrandom
 #undef mmap
+#include "greedy.h"
 #include "test.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -76,7 +77,7 @@ static void on_alarm(int sig) {
     _exit(1);
 }
 
-/* What follows is given a minute. */
+/* Name what follows, and give it a minute. */
 static void begin(const char *name) {
     at_work = name;
     alarm(IS_SANITIZED ? 400 : 200);
@@ -138,7 +139,7 @@ static void fake_heal(fake *f) {
     pthread_mutex_unlock(&f->lock);
 }
 
-/* Aim at one byte of a shard. Reads may be on their way: settings change under the lock. */
+/* Aim the fault at one byte of a shard. Reads may be running, so settings change under the lock. */
 static void fake_aim(fake *f, int i_shard, uint64_t at, enum fault always, uint8_t flip, int flips) {
     pthread_mutex_lock(&f->lock);
     f->i_bad = i_shard;
@@ -155,7 +156,7 @@ static void fake_delay(fake *f, int us) {
     pthread_mutex_unlock(&f->lock);
 }
 
-/* Shut, no read ends; or open again. */
+/* While the fake disk is shut no read ends. */
 static void fake_shut(fake *f, bool is_shut) {
     pthread_mutex_lock(&f->lock);
     f->is_gated = is_shut;
@@ -195,7 +196,7 @@ static bool fake_is_first(fake *f, void *to) {
     return true;
 }
 
-/* What this read meets; `n` becomes what it delivers. Lock held. */
+/* Decide what this read meets; `n` becomes how many bytes it delivers. The caller holds the lock. */
 static enum fault fake_decide(fake *f, void *to, uint64_t offset, size_t *n, int i_shard, int i_copy, int *us) {
     bool is_bad = f->i_bad == i_shard && (f->bad_copy < 0 || f->bad_copy == i_copy) && offset <= f->bad_at &&
                   f->bad_at < offset + *n;
@@ -239,7 +240,7 @@ static void fake_gate(fake *f) {
     }
 }
 
-/* Deliver `n` bytes, whole blocks from a direct descriptor; what was not delivered is spoilt. */
+/* Deliver `n` bytes, in whole blocks from a direct descriptor; the rest of the buffer is spoilt. */
 static ssize_t fake_deliver(int fd, uint8_t *to, size_t n, size_t asked, off_t offset) {
     size_t want = (size_t)round_up(n, IO_ALIGN) < asked ? (size_t)round_up(n, IO_ALIGN) : asked;
     ssize_t got = pread(fd, to, want, offset);
@@ -281,13 +282,9 @@ static ssize_t fake_read(void *user, int fd, void *to, size_t asked, off_t offse
 
 /* ---- Running ---- */
 
-typedef struct {
-    uint64_t ids, logits, trace;
-} hashes;
-
 static const uint32_t PROMPT[] = {343, 336, 327, 444, 1489, 311};
 #define N_GEN 32
-static hashes expected[N_GEN + 1]; /* after so many ids; the last are the published ones */
+static hashes expected[N_GEN + 1]; /* [n]: after n ids; the last are the published ones */
 
 static k3_options options(uint64_t ram, int chunk) {
     k3_options o;
@@ -327,44 +324,22 @@ static void close_both(k3_engine *e, k3_session *s) {
     k3_engine_close(e);
 }
 
-static void trace_add(void *user, uint64_t pos, uint32_t il, uint64_t fnv) {
-    (void)pos;
-    (void)il;
-    uint64_t *h = user;
-    *h = k3_fnv1a(*h, &fnv, sizeof fnv);
-}
-
 /* Prompt 0 and n_gen greedy ids on a fresh timeline. */
 static int generate(k3_session *s, size_t n_gen, hashes *h, k3_error *err) {
-    static float row[4096];
-    size_t V = k3_engine_shape(s->e)->vocab_size;
-    *h = (hashes){K3_FNV_BASIS, K3_FNV_BASIS, K3_FNV_BASIS};
-    k3_session_reset(s);
-    k3_session_trace(s, trace_add, &h->trace);
-    int rc = k3_session_feed(s, PROMPT, 6, K3_ROWS_LAST, row, err);
-    for (size_t i = 0; rc == 0 && i < n_gen; i++) {
-        uint32_t id = k3_sample_greedy(row, V);
-        h->ids = k3_fnv1a(h->ids, &id, sizeof id);
-        h->logits = k3_fnv1a(h->logits, row, V * sizeof *row);
-        if (i + 1 < n_gen) rc = k3_session_feed(s, &id, 1, K3_ROWS_LAST, row, err);
-    }
-    return rc;
+    return greedy_run(s, k3_engine_shape(s->e)->vocab_size, PROMPT, 6, n_gen, NULL, h, err);
 }
 
-static bool is_same(const hashes *a, const hashes *b) {
-    return a->ids == b->ids && a->logits == b->logits && a->trace == b->trace;
-}
-
-/* The first n ids have the hashes that they must have. */
+/* Do the first n ids have the right hashes? */
 static bool is_right(k3_session *s, size_t n) {
     hashes h;
     k3_error err = {""};
-    if (generate(s, n, &h, &err) == 0) return is_same(&h, &expected[n]);
+    if (generate(s, n, &h, &err) == 0) return hashes_are_equal(&h, &expected[n]);
     printf("    %s\n", err.text);
     return false;
 }
 
-/* The published hashes; those of fewer ids come from the run that reproduces them. */
+/* Find the expected hashes: the published ones, and those of fewer ids from the run that gives the
+ * published ones. */
 static bool find_expected(void) {
     char path[4096], line[256];
     hashes want;
@@ -382,7 +357,7 @@ static bool find_expected(void) {
     for (size_t n = 1; e && n <= N_GEN; n++)
         if (generate(s, n, &expected[n], &err) < 0) return false;
     if (e) close_both(e, s);
-    return e && is_same(&want, &expected[N_GEN]);
+    return e && hashes_are_equal(&want, &expected[N_GEN]);
 }
 
 static uint64_t find_floor(int chunk, int n_threads) {
@@ -397,7 +372,7 @@ static uint64_t find_floor(int chunk, int n_threads) {
     return n;
 }
 
-/* Wait for every read ahead. */
+/* Wait until every read ahead has ended. */
 static void quiesce(k3_engine *e) {
     for (uint32_t i = 0; i < e->stream.n_live; i++)
         disk_wait(&e->io, &e->stream.live[(e->stream.first + i) % STREAM_LIVE].req);
@@ -405,8 +380,9 @@ static void quiesce(k3_engine *e) {
 
 /* ---- What must hold of the slots ---- */
 
-/* Every slot is in one place, counts are right, nothing is pinned, no layer keeps more than its quota;
- * what is on its way was guessed for the layer after `il`. Returns the violated rule, or NULL. */
+/* The rules of the store: every slot is in one place, counts are right, nothing is pinned, no layer
+ * keeps more than its quota; experts on their way were guessed for the layer after `il`. Returns
+ * the rule that is broken, or NULL. */
 static const char *store_fault(const k3_engine *e, int il) {
     const store *st = &e->store;
     const k3_shape *sh = &e->sh;
@@ -496,14 +472,14 @@ static void test_survivable(void) {
 
 #define N_SHORT 4 /* ids of a short run */
 
-/* The expert of a layer that prompt 0 reads and others do not crowd out, or -1. */
+/* The expert of layer il that prompt 0 reads and no other expert evicts, or -1. */
 static int used_expert(const fake *f, uint32_t il) {
     for (int ie = 0; ie < MAX_FAKE_EXPERTS; ie++)
         if (f->uses[il][ie] > 0) return ie;
     return -1;
 }
 
-/* A byte of an expert that lies in no other expert's blocks. */
+/* Aim at a byte of an expert that lies in no other expert's blocks. */
 static void aim_expert(fake *f, uint32_t il, uint32_t ie, enum fault always) {
     const expert_place *at = model_expert(&f->e->files, &f->e->sh, il, ie);
     uint64_t lo;
@@ -511,7 +487,7 @@ static void aim_expert(fake *f, uint32_t il, uint32_t ie, enum fault always) {
         fake_aim(f, at->shard[0], lo + f->e->sh.expert_bytes / 2, always, 0, 0);
 }
 
-/* A scale code becomes this one, however often it is read. */
+/* Make a scale code read as `code`, however often it is read. */
 static void aim_scale(fake *f, uint32_t il, uint32_t ie, int k, uint64_t index, uint8_t code) {
     const expert_place *at = model_expert(&f->e->files, &f->e->sh, il, ie);
     uint8_t was;
@@ -519,8 +495,8 @@ static void aim_scale(fake *f, uint32_t il, uint32_t ie, int k, uint64_t index, 
     fake_aim(f, at->shard[k], at->offset[k] + index, NO_FAULT, was ^ code, -1);
 }
 
-/* The step fails with this status and these words, the session stays ended until it is reset, and
- * once the disk is healed the same engine gives the hash again. */
+/* A step must fail with this status and these words, and the session stays ended until it is reset.
+ * Once the disk is healed the same engine gives the hash again. */
 static void expect_failure(k3_engine *e, k3_session *s, fake *f, int status, const char *const *words) {
     hashes h;
     k3_error err = {""};
@@ -566,7 +542,7 @@ static void test_dead_expert(void) {
             if (!CHECK(ie >= 0)) continue;
             k3_session_reset(s);
             close_both(e, s);
-            if (!(e = open_both(&o, &f, &s))) return; /* nothing resident: the read must happen */
+            if (!(e = open_both(&o, &f, &s))) return; /* nothing is resident, so the expert must be read */
             for (int again = 0; again < 2; again++) {
                 aim_expert(&f, il, (uint32_t)ie, again ? FAIL_ZERO : FAIL_EIO);
                 if (again && e->store.quota > 0) break; /* it is in memory now */
@@ -577,8 +553,8 @@ static void test_dead_expert(void) {
     }
 }
 
-/* Many failed steps in turn, in every layer, while others wait and while others are pinned: all slots
- * come back, or a later step would wait for one for ever. */
+/* Steps fail in turn in every layer, while other experts are on their way or pinned. Every slot
+ * must come back, or a later step would wait for one for ever. */
 static void test_failed_steps(void) {
     for (int mode = 0; mode < 4; mode++) {
         fake f, log;
@@ -599,7 +575,7 @@ static void test_failed_steps(void) {
                 n++;
                 fake_delay(&f, 20);
                 if (mode & 1)
-                    aim_scale(&f, il, ie, W2_SCALE, 5, 250); /* out of the exact sum's range */
+                    aim_scale(&f, il, ie, W2_SCALE, 5, 250); /* a term out of the range of exact sums */
                 else
                     aim_expert(&f, il, ie, FAIL_EIO);
                 CHECK_EQ_INT(generate(s, N_SHORT, &h, &err), mode & 1 ? K3_ENUMERIC : K3_EIO);
@@ -611,9 +587,9 @@ static void test_failed_steps(void) {
     }
 }
 
-/* A slot fills up with what a box serves, and the read fails: when the step has failed meanwhile, and
- * when the layer has come round again and waits for that expert. Nothing is given away twice, and no
- * expert is taken for readable that is not. */
+/* A slot is being filled with an expert that a box serves, and the read fails: after the step has
+ * failed, or while the layer has come round again and waits for that expert. No slot is freed
+ * twice, and no unreadable expert counts as readable. */
 static void test_failed_fill(void) {
     for (int is_pinned = 0; is_pinned < 2; is_pinned++) {
         fake f;
@@ -629,7 +605,7 @@ static void test_failed_fill(void) {
         step st = {.e = e, .b = e->scratch, .k = e->kern, .err = &err};
         aim_expert(&f, il, ie, FAIL_EIO);
         fake_shut(&f, true);
-        CHECK(store_fetch(e, il, ie, IO_GUESS)); /* as far_fill does it */
+        CHECK(store_fetch(e, il, ie, IO_GUESS)); /* as k3.c does for e->far_fill */
         slot *x = e->far_fill = store_find(e, il, ie);
         x->is_guess = false;
         x->is_fill = true;
@@ -652,7 +628,8 @@ static void test_failed_fill(void) {
     }
 }
 
-/* A streamed matrix that cannot be read; a shard that shrinks, at a block's end and not. */
+/* A streamed matrix that cannot be read; a shard that shrinks, at the end of a block and inside of
+ * one. */
 static void test_dead_piece(void) {
     for (int mode = 0; mode < (is_quick ? 4 : 8); mode++) {
         fake f;
@@ -683,7 +660,7 @@ static void test_dead_piece(void) {
 
 /* ---- Damage ---- */
 
-/* A scale code that cannot be is refused where it enters. */
+/* A scale code above 252 is refused when the expert is read. */
 static void test_bad_scale(void) {
     fake f;
     k3_session *s;
@@ -706,7 +683,8 @@ static void test_bad_scale(void) {
     close_both(e, s);
 }
 
-/* A flipped bit: without sums another hash, with sums read again, then refused or got elsewhere. */
+/* A flipped bit: without sums another hash; with sums the bytes are read again, then refused or
+ * taken from another copy. */
 static void test_flips(void) {
     for (int mode = 0; mode < (is_quick ? 2 : 4); mode++) {
         fake f;
@@ -723,19 +701,19 @@ static void test_flips(void) {
         if (!e) return;
         const piece *p = &e->stream.pieces[e->stream.n_body / 2 + (uint32_t)mode];
         snprintf(where, sizeof where, "offset 0x%llx", (unsigned long long)p->offset);
-        uint64_t at = p->offset + p->n / 2 + 1; /* sign and exponent of an element */
+        uint64_t at = p->offset + p->n / 2 + 1; /* the upper byte of an element: sign and exponent */
         int p_shard = p->i_shard, p_tensor = p->t;
         fake_aim(&f, p->i_shard, at, NO_FAULT, 0x10, -1);
-        int rc = generate(s, N_SHORT, &h, &err); /* no sums: believed */
+        int rc = generate(s, N_SHORT, &h, &err); /* without sums the bytes are believed */
         CHECK(rc == K3_ENUMERIC || (rc == 0 && h.logits != expected[N_SHORT].logits));
         close_both(e, s);
         fake_init(&f);
         o.sums = sums_file;
-        o.ram_bytes += 96 << 10; /* their table; no more becomes resident */
+        o.ram_bytes += 96 << 10; /* for the table of sums; no more experts become resident */
         e = open_both(&o, &f, &s);
         if (!e) return;
         fake_aim(&f, p_shard, at, NO_FAULT, 0x10, 1);
-        CHECK(is_right(s, N_SHORT)); /* gone at the second look */
+        CHECK(is_right(s, N_SHORT)); /* right when read again */
         CHECK_EQ_INT(f.n_faults, 1);
         fake_aim(&f, p_shard, at, NO_FAULT, 0x10, -1);
         const char *words[] = {e->files.shards[p_shard].name, "sum", where, TENSOR[p_tensor].name, NULL};
@@ -744,7 +722,7 @@ static void test_flips(void) {
     }
 }
 
-/* Open the demo for questions alone. */
+/* Open the demo headers_only. */
 static k3_engine *open_headers(const char *dir, const char *file, const char *const *mirrors) {
     k3_error err = {""};
     k3_engine *e;
@@ -765,7 +743,7 @@ static void test_sums_file(void) {
     begin("sums");
     k3_options o = options(0, 0);
     o.sums = sums_file;
-    o.headers_only = o.no_check = true; /* there is no such file yet */
+    o.headers_only = o.no_check = true; /* the file is not there yet */
     k3_engine *e;
     if (!CHECK(k3_engine_open(&e, &o, &err) == 0)) return;
     if (!CHECK_EQ_INT(k3_engine_write_sums(e, false, &err), 256)) printf("    %s\n", err.text);
@@ -801,7 +779,7 @@ static void test_sums_file(void) {
     free(v);
 }
 
-/* One flipped bit in any kind of stretch is found; --no-check computes with it. */
+/* A flipped bit in any kind of stretch is found; --no-check computes with it. */
 static void test_sums_find(void) {
     for (int mode = 0; mode < 3; mode++) {
         static const char *const kind[] = {"embedding of id 343", "expert ", "lm_head.weight: "};
@@ -852,13 +830,13 @@ static void test_sums_on_disk(void) {
     for (size_t i = 0; i < sizeof which / sizeof *which; i++) {
         k3_error err = {""};
         k3_engine *e;
-        uint8_t byte;
+        uint8_t byte = 0;
         char path[256];
         begin("sums of damaged files");
         e = open_headers(mirror_all, sums_file, NULL);
         if (!e) return;
         const place *at = TENSOR[which[i]].part == IN_MODEL ? &e->files.at_model[which[i]] : &e->files.at[1][which[i]];
-        off_t offset = (off_t)at->offset + 34; /* low bits of a fraction: finite, and no sampled block */
+        off_t offset = (off_t)at->offset + 34; /* low bits of a fraction, in no sample */
         snprintf(path, sizeof path, "%s/%s", mirror_all, e->files.shards[at->shard].name);
         k3_engine_close(e);
         int fd = open(path, O_RDWR);
@@ -879,11 +857,11 @@ static void test_sums_on_disk(void) {
         CHECK_EQ_INT(k3_engine_verify(e, &err), K3_ECHECK);
         if (!CHECK(strstr(err.text, TENSOR[which[i]].name) && strstr(err.text, "sum"))) printf("    %s\n", err.text);
         k3_engine_close(e);
-        k3_options good = options(0, 0); /* as a mirror: found too, and named */
+        k3_options good = options(0, 0); /* the same copy as a mirror: found too, and named */
         good.sums = sums_file;
         good.mirrors = mirrors;
         good.headers_only = true;
-        rc = k3_engine_open(&e, &good, &err); /* a sampled block may tell already */
+        rc = k3_engine_open(&e, &good, &err); /* where a sample has the bit, opening fails */
         if (rc == 0) {
             CHECK_EQ_INT(k3_engine_verify(e, &err), K3_ECHECK);
             if (!CHECK(strstr(err.text, mirror_all) && strstr(err.text, "sum"))) printf("    %s\n", err.text);
@@ -899,7 +877,7 @@ static void test_sums_on_disk(void) {
     k3_engine_close(e);
 }
 
-/* A file of sums that is damaged, cut, empty or another model's is refused; none is no fault. */
+/* A file of sums that is damaged, cut, empty or of another model is refused; no file is no fault. */
 static void test_sums_refused(void) {
     k3_error err = {""};
     k3_engine *e;
@@ -945,8 +923,8 @@ static void req_init(io_req *r, uint8_t *to, const k3_engine *e, uint64_t offset
     free(bytes);
 }
 
-/* With one read at a time: demand first, a raised guess like demand, then trunk, then guesses; what
- * was taken back is never read. A sum that does not match fails with its own cause. */
+/* With one read at a time: demand first, a raised guess like demand, then trunk, then guesses; a
+ * request that was taken back is never read. A sum that does not match fails as that. */
 static void test_queue(void) {
     static const enum io_urgency urgency[N_REQS] = {IO_DEMAND, IO_GUESS, IO_TRUNK, IO_DEMAND, IO_GUESS, IO_GUESS};
     static const int order[] = {0, 2, 3, 4, 1};
@@ -978,12 +956,12 @@ static void test_queue(void) {
     CHECK_EQ_INT(r[5].state, IO_IDLE);
     for (int i = 0; i < 2; i++) {
         r[i].has_sum = true;
-        r[i].sum ^= (uint64_t)i; /* the second is wrong */
+        r[i].sum ^= (uint64_t)i; /* for request 1 the sum is wrong */
         disk_submit(&e->io, &r[i], IO_DEMAND);
         disk_wait(&e->io, &r[i]);
     }
     CHECK(r[0].state == IO_DONE && r[1].state == IO_FAILED && r[1].why == EBADMSG);
-    CHECK_EQ_INT(f.n_log, 8); /* looked at twice */
+    CHECK_EQ_INT(f.n_log, 8); /* a wrong sum is read twice */
     CHECK(disk_fail(&e->io, &r[1], &err) == K3_ECHECK && strstr(err.text, "offset 0x2ee1") &&
           strstr(err.text, "sum"));
     close_both(e, s);
@@ -991,7 +969,7 @@ static void test_queue(void) {
     free(room);
 }
 
-/* Random requests, taken back or not, under both ways of reading: the right bytes in each. */
+/* Random requests, some taken back, with both ways of reading: each gets the right bytes. */
 static void test_queue_random(void) {
     enum { N = 48, ROOM = 16 };
     io_req r[N];
@@ -1042,7 +1020,8 @@ static bool ring_deny(void) {
            syscall(__NR_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &filter) == 0;
 }
 
-/* Denied from the start: the mode is refused, the probe says 0, and what is chosen reads. */
+/* io_uring_enter denied from the start: the mode is refused, the probe returns 0, and the way that
+ * is chosen reads. */
 static void denied_before(void) {
     k3_session *s;
     k3_error err = {""};
@@ -1068,8 +1047,9 @@ static void denied_before(void) {
     close_both(e, s);
 }
 
-/* Denied while it serves: what waits fails with that errno, what the kernel has already ends as it will,
- * and the engine closes. The read that the kernel has is one of a pipe, which is not written to yet. */
+/* Denied while the ring serves: waiting requests fail with that errno, reads that the kernel has
+ * begun end as they will, and the engine closes. The read that the kernel has begun is one of a
+ * pipe that is not written to yet. */
 static void denied_later(void) {
     enum { N = 12 };
     io_req r[N + 1];
@@ -1086,7 +1066,7 @@ static void denied_later(void) {
     shard *sh = (shard *)&e->io.shards[0];
     int file = sh->fd[0];
     quiesce(e);
-    usleep(50000); /* for what was read ahead */
+    usleep(50000); /* time for reads ahead to end */
     sh->fd[0] = fd[0];
     r[N] = (io_req){.to = room + N * 2 * IO_ALIGN, .n = IO_ALIGN};
     disk_submit(&e->io, &r[N], IO_DEMAND);
@@ -1199,7 +1179,7 @@ static void test_mirrors(void) {
     }
 }
 
-/* A copy fails after some reads: the others go on, it is named once and not asked again. */
+/* A copy fails after some reads: the other copies go on, it is named once and not asked again. */
 static void test_failing_mirror(void) {
     static const int after[] = {0, 1, 30, 100};
     const char *const one[] = {mirror_all, NULL}, *const two[] = {mirror_some, mirror_all, NULL};
@@ -1221,7 +1201,7 @@ static void test_failing_mirror(void) {
         f.copy_left[bad] = after[mode / 2 % 4];
         f.delay_us = 40; /* so that no copy looks much faster than the others */
         if (!CHECK(is_right(s, N_SHORT))) printf("    mode %d\n", mode);
-        if (f.copy_faults[bad] > 0) { /* it was asked often enough */
+        if (f.copy_faults[bad] > 0) { /* it was asked, and failed */
             n_failed++;
             CHECK(f.copy_faults[bad] >= 2 && f.copy_faults[bad] <= 2 * depth);
             CHECK_EQ_INT(n_notes, 1);
@@ -1236,7 +1216,8 @@ static void test_failing_mirror(void) {
     CHECK(n_failed > n_modes / 2);
 }
 
-/* One bad place on one copy is got from another, and does not cost what only that copy has. */
+/* A place that one copy cannot read is read from another; what only the first copy has is still
+ * read from it. */
 static void test_bad_place(void) {
     const char *const some[] = {mirror_some, NULL};
     for (int kind = 0; kind < 2; kind++) {
@@ -1253,7 +1234,7 @@ static void test_bad_place(void) {
         while (i < e->stream.n_pieces && strstr(e->files.shards[e->stream.pieces[i].i_shard].name, "00002") == NULL) i++;
         if (!CHECK(i < e->stream.n_pieces)) return;
         f.bad_copy = 0;
-        e->io.copies[0].ns_per_byte = 1; /* the one that will fail is asked first */
+        e->io.copies[0].ns_per_byte = 1; /* so that the failing copy is asked first */
         e->io.copies[1].ns_per_byte = 1e9;
         fake_aim(&f, e->stream.pieces[i].i_shard, e->stream.pieces[i].offset + e->stream.pieces[i].n / 2,
                  kind ? NO_FAULT : FAIL_EIO, 0x20, kind ? -1 : 0);
@@ -1263,7 +1244,7 @@ static void test_bad_place(void) {
     }
 }
 
-/* Every copy fails: an error, however many requests wait; no hang. Healed, the run goes on. */
+/* Every copy fails: every waiting request ends with an error, none hangs. Healed, the run goes on. */
 static void test_all_fail(void) {
     const char *const one[] = {mirror_all, NULL};
     for (int depth = 1; depth <= 16; depth *= 4) {
@@ -1357,7 +1338,7 @@ static void test_vanish(void) {
     }
 }
 
-/* The files themselves are cut while open, then made whole again. */
+/* Cut the files while they are open, then make them whole again. */
 static void test_shrink(void) {
     for (int mode = 0; mode < 4; mode++) {
         k3_session *s;
@@ -1406,7 +1387,7 @@ static void test_cancel(void) {
         calls_left = -1;
         k3_engine *e = open_both(&o, &f, &s);
         if (!e) return;
-        int n_calls = (int)e->sh.n_layers * ((mode ? 2 : 6) + 1); /* at least: waits ask too */
+        int n_calls = (int)e->sh.n_layers * ((mode ? 2 : 6) + 1); /* at least so many: waits call it too */
         for (int at = 0; at < n_calls; at += is_quick ? 7 : 1 + mode % 2) {
             calls_left = at;
             fake_delay(&f, at % 3 ? 0 : 60);
@@ -1421,7 +1402,7 @@ static void test_cancel(void) {
     }
 }
 
-/* Opening is cancelled at any moment, or has no memory for any of its blocks. */
+/* Cancel opening at every progress call; refuse each of its blocks of memory in turn. */
 static void test_open_fails(void) {
     k3_engine *e = NULL;
     k3_error err;
@@ -1469,8 +1450,8 @@ static int count_reads(const fake *f, const piece *p, int *n_same) {
     return n_reads;
 }
 
-/* Each piece was read once per chunk, and at most once more for the next one. Returns the bytes that
- * the ring's reads must have had. */
+/* Check that each piece was read once for each chunk, and at most once more for the next. Returns
+ * the bytes that these reads of the ring had. */
 static uint64_t check_pieces(const fake *f, int n_chunks) {
     const stream *st = &f->e->stream;
     uint64_t bytes = 0;
@@ -1487,7 +1468,8 @@ static uint64_t check_pieces(const fake *f, int n_chunks) {
     return bytes;
 }
 
-/* Experts of each layer that these ids need, from a run of single positions without slots to keep. */
+/* The experts that these ids need in each layer, from a run of single positions that keeps no
+ * slots. */
 static void distinct_experts(const uint32_t *ids, bool need[MAX_FAKE_LAYERS][MAX_FAKE_EXPERTS]) {
     fake f;
     k3_session *s;
@@ -1519,7 +1501,7 @@ static void test_prefill(void) {
         uint32_t n_need = 0, n_wrong = 0;
         fake_init(&f);
         k3_options o = options(low + (uint64_t)mode * 2 * MIB, N_PREFILL);
-        o.no_look_ahead = true; /* each expert exactly once; test_prefill_ahead has the other */
+        o.no_look_ahead = true; /* each expert is read exactly once; test_prefill_ahead() looks ahead */
         k3_engine *e = open_both(&o, &f, &s);
         if (!e || !CHECK((f.log = malloc(MAX_LOG * sizeof *f.log)) != NULL)) return;
         k3_session_stats(s, &st);
@@ -1553,7 +1535,8 @@ static void test_prefill(void) {
     }
 }
 
-/* With look-ahead: the same row, most guesses are right, and what is read beyond what is needed is said. */
+/* With look-ahead: the same row, most guesses are right, and reads beyond what was needed are
+ * counted. */
 static void test_prefill_ahead(void) {
     static float want[4096], row[4096];
     uint32_t ids[N_PREFILL];
@@ -1601,7 +1584,7 @@ static void test_prefill_ahead(void) {
 
 static k3_engine *watched;
 
-/* Between layers, where the work done has grown. */
+/* Between layers, when work has been done. */
 static int watch(void *user, const k3_progress *p) {
     static uint64_t last;
     (void)user;
@@ -1611,7 +1594,8 @@ static int watch(void *user, const k3_progress *p) {
     return 0;
 }
 
-/* All tokens in pieces of random length; the hash of every layer of every position, and the stats. */
+/* Run all tokens in pieces of random length; *trace hashes every layer of every position and the
+ * stats. */
 static bool run_tokens(k3_session *s, const uint32_t *ids, uint64_t seed, uint64_t *trace) {
     k3_error err = {""};
     int rc = 0;
@@ -1681,7 +1665,7 @@ typedef struct {
     uint32_t n_segments;
 } ring_test;
 
-/* Random pieces of a file; the last few may be the head's. */
+/* Make random pieces of a file; the last few may be the head's. */
 /* Cut the pieces into segments, some of them empty; those of the head are one. */
 static void ring_segments(ring_test *r, stream *st) {
     uint32_t g = 0;
@@ -1715,7 +1699,8 @@ static void ring_setup(ring_test *r, stream *st) {
     if (CHECK(st->pieces && st->bytes)) memset(st->bytes, 0x5a, st->cap + IO_ALIGN);
 }
 
-/* No two live pieces share a byte, none leaves the ring, they follow each other in order of use. */
+/* Do no two live pieces share a byte, does none leave the ring, do they follow each other in order
+ * of use? */
 static bool ring_holds(const stream *st) {
     for (uint32_t i = 0; i < st->n_live; i++) {
         uint32_t a = (st->first + i) % STREAM_LIVE;
@@ -1732,7 +1717,7 @@ static bool ring_holds(const stream *st) {
     return true;
 }
 
-/* The pieces in the order in which a pass with so many turns uses them, from segment `g` on. */
+/* Write the pieces in the order in which a pass of so many turns uses them, from segment `g` on. */
 static uint32_t ring_order(const ring_test *r, uint32_t g, uint32_t turns, uint32_t head_turns, uint32_t *order) {
     const stream *st = &r->e->stream;
     uint32_t n = 0;
@@ -1744,7 +1729,8 @@ static uint32_t ring_order(const ring_test *r, uint32_t g, uint32_t turns, uint3
     return n;
 }
 
-/* One pass over the pieces; or a part of it and then a reset, or another pass, after which it goes on. */
+/* Run one pass over the pieces; or a part of it, then a reset or another pass, after which it goes
+ * on. */
 static bool ring_pass(ring_test *r, const k3_pass *owner, uint32_t turns, uint32_t head_turns, uint32_t from,
                       uint32_t stop_at) {
     stream *st = &r->e->stream;
@@ -1776,7 +1762,7 @@ static bool ring_pass(ring_test *r, const k3_pass *owner, uint32_t turns, uint32
 }
 
 static void test_ring(void) {
-    static const k3_pass owners[12]; /* told apart by their places */
+    static const k3_pass owners[12]; /* only their addresses count */
     ring_test r = {.seed = 21};
     k3_session *s;
     k3_error err;
@@ -1852,9 +1838,9 @@ static void test_small_pieces(void) {
 
 /* ---- Child processes ---- */
 
-/* The hidden ways to run this program: `run`, one golden prompt, then memory in KiB: before opening,
- * at its peak, and what the ledger has counted; `loop`, the prompt for ever, a byte on stdout when it
- * begins. */
+/* The child processes that this program starts. `run`: one golden prompt, then KiB of memory before
+ * opening, at the peak, and by the ledger. `loop`: the prompt for ever, with a byte on stdout at
+ * each beginning. */
 static int child_main(const char *what, const char *ram) {
     unsigned long long before = machine_number("/proc/self/status", "VmHWM:", 0);
     k3_options o = options(strtoull(ram, NULL, 10), 0);
@@ -1896,8 +1882,8 @@ static int child_start(const char *what, uint64_t ram, pid_t *pid) {
     return *pid < 0 ? -1 : fd[0];
 }
 
-/* One number bounds the process: peak memory of a whole run; and what the ledger did not count is
- * far less than the overhead allowed for it. */
+/* The budget bounds the process: the peak of a whole run, and what the ledger does not count must
+ * be far less than the overhead allowed for it. */
 static void test_peak(void) {
     static const uint64_t more[] = {0, 1, 4, 8};
     if (IS_SANITIZED) {
@@ -1936,7 +1922,7 @@ static uint64_t list_hash(const char *dir) {
     return h;
 }
 
-/* Killed at any moment, nothing is left that a later run trips over. */
+/* Kill a run at any moment: nothing is left that a later run trips over. */
 static void test_kill(void) {
     uint64_t seed = 4, before = list_hash(demo_dir);
     for (int i = 0; i < (is_quick ? 3 : 16); i++) {
@@ -1946,7 +1932,7 @@ static void test_kill(void) {
         begin("killing");
         int fd = child_start("loop", find_floor(0, 2) + (uint64_t)(i % 3) * 4 * MIB, &pid);
         if (!CHECK(fd >= 0)) return;
-        CHECK(i % 4 == 0 || (read(fd, &byte, 1) == 1 && byte == 'x')); /* or while it opens */
+        CHECK(i % 4 == 0 || (read(fd, &byte, 1) == 1 && byte == 'x')); /* sometimes killed while it opens */
         usleep((useconds_t)(test_random(&seed) % 25000));
         CHECK(kill(pid, SIGKILL) == 0 && waitpid(pid, &status, 0) == pid);
         CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
@@ -1961,15 +1947,15 @@ static void test_kill(void) {
     close_both(e, s);
 }
 
-/* Which layers are compared with what boxes say nobody can foretell: it hangs on the system's random
- * numbers, each used once, and on nothing else. Without any, every layer is compared. */
+/* Which layers are compared with the answers of boxes depends on the system's random numbers, each
+ * used once, and on nothing else. Without any, every layer is compared. */
 static void test_dice(void) {
     static uint32_t dice[64];
     k3_engine e = {.opt.tier_audit = 4};
     int64_t answers;
     uint64_t seed = 11;
     begin("which layers are compared");
-    CHECK(!far_draw(&e)); /* no audits */
+    CHECK(!far_draw(&e)); /* without audits no layer is compared */
     e.far_sums = &answers;
     for (int i = 0; i < 3; i++) CHECK(far_draw(&e));
     given = dice;

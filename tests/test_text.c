@@ -87,7 +87,8 @@ static text_buf repeat(const char *unit, size_t n_unit, size_t n_bytes) {
     return b;
 }
 
-/* Encode all of s[n] and check that the ids spell it again. Returns the ids (free them). */
+/* Encode all of s[n] and check that the ids spell it again. Returns the ids, which the caller
+ * frees. */
 static uint32_t *encode_all(k3_tokenizer *t, const char *s, size_t n, k3_text_mode mode,
                             int64_t *n_ids) {
     uint32_t *ids = malloc((n + 1) * sizeof *ids);
@@ -256,7 +257,7 @@ static uint32_t tiny_find(const tiny_vocab *v, const uint8_t *s, size_t n) {
     return NO_ID;
 }
 
-/* All bytes and some words over abc, in random order. */
+/* All single bytes and some words of a, b, c, in random order. */
 static void tiny_make(tiny_vocab *v, uint64_t *r) {
     v->n_ranks = 0;
     for (uint32_t b = 0; b < 256; b++) {
@@ -409,7 +410,7 @@ static void test_invalid(k3_tokenizer *t) {
     }
 }
 
-/* Parts of s, told as lengths in characters; `s` must be of one-byte characters. */
+/* Check the parts of s, given as lengths in characters; s has characters of one byte only. */
 static void check_parts(const text_buf *b, const size_t *want, size_t n_want) {
     uint32_t slice_left = SLICE_CHARS;
     size_t at = 0, k = 0;
@@ -702,8 +703,9 @@ static void test_good_ranks(void) {
     free(big.s);
 }
 
-static void test_bad_config(void) {
 #define ADDED(members) "{\"added_tokens_decoder\":{" members "}}"
+
+static void test_bad_config(void) {
     static const char *const cases[][2] = {
         {"", "tokenizer_config.json: cut short at byte 0"},
         {"{\"added_tokens_decoder\":{", "tokenizer_config.json: cut short at byte *"},
@@ -722,6 +724,23 @@ static void test_bad_config(void) {
         {"{'\"':1,'c\"':2,\"a\":1,\"a\":2}",
          "tokenizer_config.json: not valid JSON: a comment or a single quote; download the file again"},
         {ADDED("\"256\":{\"content\":\"\xff\"}"), "tokenizer_config.json: *"},
+    };
+    text_buf ranks = byte_ranks();
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++)
+        check_refused(&ranks, cases[k][0], strlen(cases[k][0]), cases[k][1]);
+    k3_tokenizer *t = build(ranks.s, ranks.n, ADDED("") "\r\n\t ");
+    k3_tokenizer_close(t);
+    /* What the official file holds: a number no integer can. */
+    t = build(ranks.s, ranks.n,
+              "{\"model_max_length\":1000000000000000019884624838656,"
+              "\"added_tokens_decoder\":{\"511\":{\"content\":\"[PAD]\"}}}");
+    k3_tokenizer_close(t);
+    free(ranks.s);
+}
+
+/* Special ids and their names. */
+static void test_bad_specials(void) {
+    static const char *const cases[][2] = {
         {ADDED("\"x\":{\"content\":\"y\"}"),
          "tokenizer_config.json: added_tokens_decoder key \"x\" is not an id"},
         {ADDED("\"-1\":{\"content\":\"y\"}"),
@@ -754,13 +773,6 @@ static void test_bad_config(void) {
     buf_str(&config, "\"}}}");
     check_refused(&ranks, config.s, config.n,
                   "tokenizer_config.json: special id 511 has a name of 257 bytes, not 1 to 256");
-    k3_tokenizer *t = build(ranks.s, ranks.n, ADDED("") "\r\n\t ");
-    k3_tokenizer_close(t);
-    /* What the official file holds: a number no integer can. */
-    t = build(ranks.s, ranks.n,
-              "{\"model_max_length\":1000000000000000019884624838656,"
-              "\"added_tokens_decoder\":{\"511\":{\"content\":\"[PAD]\"}}}");
-    k3_tokenizer_close(t);
     free(ranks.s);
     free(config.s);
     free(name.s);
@@ -814,7 +826,7 @@ static void test_files(void) {
     free(ranks.s);
 }
 
-/* Every allocation of ours fails once: a clean K3_ENOMEM, nothing left behind. */
+/* Each allocation of the tokenizer fails in turn: K3_ENOMEM, and nothing is left behind. */
 static void test_no_memory(void) {
     text_buf ranks = byte_ranks(), word = repeat("ab", 2, 600);
     k3_tokenizer *t = NULL;
@@ -868,6 +880,7 @@ int main(int argc, char **argv) {
     test_bad_ranks();
     test_good_ranks();
     test_bad_config();
+    test_bad_specials();
     test_files();
     test_no_memory();
     k3_tokenizer_close(demo);

@@ -65,7 +65,7 @@ static float dot16(const uint8_t *q, const uint8_t *s, size_t n, size_t row, con
     return acc[0] + 0.0f;
 }
 
-/* Q += q40(w E(z)) of one expert and row. */
+/* Q += q40(w * expert(z)) for one expert and row. */
 static void expert_scalar(uint32_t il, uint32_t ie, const float *x, float w, int64_t *Q) {
     const slot *sl = &sv.st.slots[sv.st.slot_of[index_of(&sv, il, ie)]];
     const uint8_t *const *p = sl->view.p;
@@ -80,7 +80,7 @@ static void expert_scalar(uint32_t il, uint32_t ie, const float *x, float w, int
 
 /* ---- Parts ---- */
 
-/* Read what warm_next offers, without threads. Returns how many. */
+/* Read the experts that warm_next() names, without threads. Returns how many. */
 static uint32_t warm_all(void) {
     uint32_t n = 0;
     size_t i;
@@ -108,7 +108,7 @@ static void open_server(const char *dir, uint64_t ram) {
     sv.st.is_filling = true;
 }
 
-/* Three rows, five experts of several pairs: bits of the scalar definition. */
+/* Three rows, five experts with several pairs each: the bits of the scalar definition. */
 static void test_sums(void) {
     static uint8_t in[65536], out[65536];
     static int64_t Q[N_ROWS][4096];
@@ -125,7 +125,7 @@ static void test_sums(void) {
         z[i] = (float)((int64_t)(test_random(&seed) % 2000) - 1000) * 0x1p-8f;
     for (int round = 0; round < 3; round++) {
         uint32_t n_rows = round == 2 ? 1 : N_ROWS, n = round == 2 ? 1 : 5;
-        if (round == 1) x[1].w[2] = 1e30f; /* breaks NUMERICS 5: all of expert 3 is missing */
+        if (round == 1) x[1].w[2] = 1e30f; /* out of range (NUMERICS 5): all of expert 3 is missing */
         if (round == 2) x[0].row[0] = 0;
         size_t len = request_pack(in, il, n_rows, x, n);
         CHECK(tier_request_parse(&sv.m, TIER_MAX_ROWS, in, len, &r) == NULL);
@@ -152,7 +152,7 @@ static void test_sums(void) {
         if (sv.st.slots[i].pins != 0) CHECK_EQ_INT(sv.st.slots[i].pins, 0);
 }
 
-/* Every way to break a request is refused; every shorter one too. */
+/* Every broken request is refused, and every shorter one. */
 static void test_limits(void) {
     static uint8_t in[65536], bad[65536];
     want x[2] = {{1, 2, {0, 1}, {0.5f, 1.0f}}, {4, 1, {1}, {0.25f}}};
@@ -214,7 +214,7 @@ static void test_frames(void) {
     CHECK_EQ_INT(tier_seal(f, TIER_WISH, 0x1122334455667788u, 8), TIER_HEAD_BYTES + 8);
     CHECK_EQ_MEM(f, "K3T\2\x9\0\0\0\x8\0\0\0\0\0\0\0\x88\x77\x66\x55\x44\x33\x22\x11", 24);
     CHECK(tier_head_parse(f, &h) == NULL && h.sum == tier_sum(f, 8) && h.n == 8);
-    for (size_t i = 0; i < sizeof f; i++) { /* any flipped bit is seen */
+    for (size_t i = 0; i < sizeof f; i++) { /* a flipped bit in any byte is found */
         f[i] ^= 0x10;
         bool is_seen = tier_head_parse(f, &h) != NULL || h.n != 8 || tier_sum(f, 8) != h.sum;
         if (!is_seen) CHECK_EQ_INT(i, -1);
@@ -245,11 +245,11 @@ static void test_proof(void) {
     CHECK(tier_proof(&key, TIER_SERVER, &t, got));
     CHECK_EQ_MEM(got, server_want, 32);
     CHECK(tier_believe(&key, &t, server_want, 32) == NULL);
-    CHECK(tier_believe(&key, &t, client_want, 32) != NULL); /* our own, sent back */
+    CHECK(tier_believe(&key, &t, client_want, 32) != NULL); /* this end's own proof, sent back */
     CHECK(tier_believe(&key, &t, server_want, 31) != NULL);
     CHECK(tier_proof(&key, TIER_CLIENT, &t, got));
     CHECK_EQ_MEM(got, client_want, 32);
-    t.binding[31]++; /* over another connection */
+    t.binding[31]++; /* the proof of another connection */
     CHECK(tier_believe(&key, &t, server_want, 32) != NULL);
 }
 
@@ -276,7 +276,7 @@ static void test_keys(void) {
     unlink(path);
 }
 
-/* What both ends know best is compared: sums where both have them, else samples. */
+/* Compared is the better fingerprint that both ends have: sums, or else samples. */
 static void test_prints(void) {
     char text[TIER_MAX_TEXT];
     tier_model a = sv.m, b = sv.m;
@@ -327,7 +327,7 @@ static bool is_held(uint32_t il, uint32_t ie) {
     return is;
 }
 
-/* Room for three: what is wanted comes, the coldest goes, what is in use stays. */
+/* A store of three slots: wanted experts come, the coldest goes, one in use stays. */
 static void test_store(const char *dir) {
     uint8_t wish[4 * 40];
     item five = {.ie = 5}, six = {.ie = 6, .task.n = 1};
@@ -349,7 +349,7 @@ static void test_store(const char *dir) {
     CHECK(is_held(il, 5) && is_held(il, 6) && is_held(il, 7));
     tier_put16(wish + 2, 9);
     store_wish(&sv, wish, 4);
-    CHECK_EQ_INT(warm_all(), 0); /* hardly wanted: nobody makes room */
+    CHECK_EQ_INT(warm_all(), 0); /* wanted too little to evict another */
     for (int i = 0; i < 40; i++) {
         tier_put16(wish + 4 * i, il);
         tier_put16(wish + 4 * i + 2, 9);
@@ -366,7 +366,7 @@ static void test_store(const char *dir) {
     CHECK_EQ_INT(sv.st.n_evicted, 1);
 }
 
-/* Connection i of the server, and the other end of it. */
+/* Make connection i of the server; *other is its far end. */
 static conn *conn_of(int i, enum conn_state state, uint8_t from, int *other) {
     conn *c = &sv.conns[i];
     int fd[2];
@@ -381,8 +381,8 @@ static conn *conn_of(int i, enum conn_state state, uint8_t from, int *other) {
     return c;
 }
 
-/* Another key is refused, counted and said; looks are few, and who has most of them loses one; of who
- * said no hello, too. */
+/* A wrong key is refused, counted and told. Few places are for lookers: the peer that has most of
+ * them loses one; the same for peers that said no hello. */
 static void test_places(void) {
     const uint8_t wrong[TIER_PROOF_BYTES] = {0};
     uint64_t refused = sv.stats[TIER_STAT_REFUSED], bad = sv.stats[TIER_STAT_BAD];
@@ -396,7 +396,7 @@ static void test_places(void) {
     close(other[0]);
     conn *mine = conn_of(1, C_STATUS, 1, &other[1]), *theirs = conn_of(2, C_STATUS, 2, &other[2]);
     conn_of(3, C_STATUS, 2, &other[3]);
-    mine->since_ns -= 1000000; /* the longest silent, but alone from there */
+    mine->since_ns -= 1000000; /* silent for longest, but the only one of its address */
     lookers_thin(&sv);
     CHECK(mine->state == C_STATUS && theirs->state == C_FREE);
     for (int i = 1; i < 4; i++) {
@@ -417,7 +417,7 @@ static void test_places(void) {
     }
 }
 
-/* Who looks or stages and says nothing loses its place; who stages is company. */
+/* A looker or stager that says nothing loses its place. A stager keeps the box from being alone. */
 static void test_idle(void) {
     for (enum conn_state state = C_UP; state <= C_STAGE; state++) {
         conn *c = &sv.conns[0];
@@ -459,7 +459,7 @@ static void test_idle(void) {
     sv.o.linger_s = 0;
 }
 
-/* Strangers hold every place: whoever comes next gets the one that was held longest without a word. */
+/* Strangers hold every place: the next one to come gets the place that was silent for longest. */
 static void test_strangers(void) {
     char path[] = "/tmp/k3-places-XXXXXX";
     struct sockaddr_un sa = {.sun_family = AF_UNIX};

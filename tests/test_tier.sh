@@ -6,7 +6,7 @@
 # Runs of one prompt with hardly any memory for experts, so that every layer asks the boxes: none,
 # dead, warm, cold, half full, two and four with uneven and overlapping shares, killed and started
 # again while text is made, and behind a proxy that lies in every way it knows (tier_chaos.c). Each
-# must give the logits_fnv of a run without boxes. Where a box is well its help must also show.
+# must give the logits_fnv of a run without boxes. A box that works must also have served experts.
 suite=tier
 # shellcheck source=tests/boxes.sh
 . "$(dirname "$0")/boxes.sh"
@@ -29,7 +29,7 @@ held() {
 }
 alone unix:x unix:y unix:z unix:w
 
-# aside NAME FUNCTION: run it beside the rest, with files of its own; `together` takes in what it found
+# aside NAME FUNCTION: run it beside the other tests, with files of its own; `together` adds its counts
 asides=()
 aside() {
     mkdir "$T/$1"
@@ -54,12 +54,12 @@ together() {
     asides=()
 }
 
-# The bench of a hop: right sums, no request in vain, a box that does not grow. Most of it is waiting
-# for boxes that are not there.
+# `k3 bench --hop`: right sums, every request answered, a box whose memory does not grow. Most of the time goes
+# into waiting for boxes that do not exist.
 hop() { # NAME EXIT PATTERN OPTION...
     local name=$1 want_rc=$2 pattern=$3
     shift 3
-    # a sanitizer keeps what was freed: there a box does grow
+    # a sanitizer keeps freed memory, so there a box does grow
     timeout -k 1 60 "$K3" bench --model "$MODEL" --requests 50 --sustain "$([ -n "${K3_SAN:-}" ] && echo 0 || echo 1)" "$@" >"$T/out" 2>"$T/err"
     local rc=$?
     if [ $rc = "$want_rc" ] && cat "$T/out" "$T/err" | grep -q -- "$pattern"; then pass; else fail "hop: $name" "exit $rc"; fi
@@ -107,12 +107,12 @@ for k in $("$K3" info --kernels-list); do
     stop $box
 done
 
-# Shares: pins of experts by parity, by layer, and all but some.
+# Boxes that hold a share of the experts: by parity, by layer, all but some.
 for il in 1 2 3 4 5 6 7 8; do for ie in $(seq 0 31); do echo "$il $ie"; done; done >"$T/all"
 awk '$2 % 2 == 0' "$T/all" >"$T/even"
 awk '$2 % 3 == 0' "$T/all" >"$T/third"
 awk '$1 < 4' "$T/all" >"$T/low"
-# What is here is not asked for: slots that are empty fill up, and pins are there from the start.
+# Experts in local memory are not asked for: empty slots fill up, and pinned experts are there from the start.
 check "a warm box, and room for all here" 20 --tier "unix:$T/warm.sock" --ram 1G
 [ "$(field expert_hits)" -gt 20 ] && pass || fail "room for all here" "$(field expert_hits) experts were here"
 check "a warm box, and room for half" 20 --tier "unix:$T/warm.sock" --ram $((ram + (6 << 20)))
@@ -134,14 +134,14 @@ check "four boxes" 300 --tier "unix:$T/even.sock" --tier "unix:$T/third.sock" \
     --tier "unix:$T/low.sock" --tier "unix:$T/warm.sock"
 check "one of two is dead" 200 --tier "unix:$T/even.sock" --tier "unix:$T/none.sock"
 
-# Chaos: SERVED is 0 where the lie is in every answer.
+# The modes of tier_chaos.c. SERVED is 0 where every answer is spoilt.
 for mode in pass delay drop truncate corrupt upcorrupt reorder duplicate ids oversize midframe \
     counts layer range announce model stall flood blackhole random; do
     "$CHAOS" "$T/chaos.sock" "$T/even.sock" $mode 3 &
     proxy=$!
     pids+=($proxy)
     for _ in $(seq 100); do [ -S "$T/chaos.sock" ] && break; sleep 0.02; done
-    case $mode in # what answers is waited for, however busy this machine is
+    case $mode in # these modes answer: wait for them, however busy this machine is
     pass | duplicate) least=200 wait=100000 ;;
     delay | announce) least=20 wait=100000 ;;
     drop) least=4 wait=20000 ;;
@@ -156,7 +156,7 @@ for mode in pass delay drop truncate corrupt upcorrupt reorder duplicate ids ove
 done
 [ "$(stat_of even experts_held)" -ge 128 ] && pass || fail "chaos" "the box behind the proxy is gone"
 
-# Sums that are wrong and well sealed: only computing them here too shows it.
+# Wrong sums in frames with right checksums: only an audit, which computes them here too, finds them.
 check "audit of a good box" 300 --tier "unix:$T/warm.sock" --tier-audit 1/3
 [ "$(field far_audits)" -gt 10 ] && pass || fail "audit" "$(field far_audits) layers compared"
 check "audit of half a box" 100 --tier "unix:$T/even.sock" --tier-audit 1/1
@@ -167,11 +167,11 @@ proxy=$!
 pids+=($proxy)
 for _ in $(seq 100); do [ -S "$T/chaos.sock" ] && break; sleep 0.02; done
 check "garbage, each answer compared" 0 --tier "unix:$T/chaos.sock" --tier-audit 1/1
-# who lied goes, and who answered in the same layer stays
+# the box that lied is banned; the one that answered in the same layer is not
 check "garbage, and a good box in the same layers" 200 --tier "unix:$T/chaos.sock" --tier "unix:$T/third.sock" --tier-audit 1/1
 check "a good box, and garbage in the same layers" 200 --tier "unix:$T/even.sock" --tier "unix:$T/chaos.sock" --tier-audit 1/1 --chunk 4
-# Each of 184 requests of this run is compared with a chance of 1/4: seen, but for one run in 10^23. Caught at the
-# first answer, the run goes on and is right; later, it ends with exit 5.
+# Each of this run's 184 requests is compared with a chance of 1/4, so only one run in 10^23 finds no lie. A lie in
+# the first answer is caught and the run goes on and is right; caught later, the run ends with exit 5.
 lied=(--ram "$ram" --tier-wait 200000 --tier "unix:$T/chaos.sock" --tier-audit 1/4)
 caught() { # NAME OPTIONS...: the lie is caught
     local name=$1 rc
@@ -203,7 +203,7 @@ loaded=$(field logits_fnv)
 "$K3" run "${args[@]}" --kernels ref --cache "$T/kept" --ram "$ram" --tier-wait 200000 --tier "unix:$T/warm.sock" --tier-audit 1/1000000 >"$T/out" 2>"$T/err"
 [ "$("$K3" cache ls "$T/kept" | grep -c k3s)" = 0 ] && pass || fail "cache" "a state that may be wrong was kept"
 "$K3" run "${args[@]}" --kernels ref --cache "$T/kept" --ram "$ram" --tier-wait 200000 --tier "unix:$T/warm.sock" >"$T/out" 2>"$T/err"
-n=$("$K3" cache ls "$T/kept" | grep -c k3s) # of the prompt, and of the answer
+n=$("$K3" cache ls "$T/kept" | grep -c k3s) # one state for the prompt, one for the answer
 [ "$n" -ge 1 ] && [ "$("$K3" cache ls "$T/kept" | grep -c "k3s  with far answers that nobody compared")" = "$n" ] && pass || fail "cache" "nothing was kept, or not said that it is in doubt"
 "$K3" run "${args[@]}" --kernels ref --cache "$T/kept" --ram "$ram" --tier-wait 200000 --tier "unix:$T/warm.sock" --tier-audit 1/1 >"$T/out" 2>"$T/err"
 [ "$(field n_restored)" = 0 ] && ! "$K3" cache ls "$T/kept" | grep -q "nobody compared" && pass || fail "cache" "with audits, what nobody compared was taken or stayed"
@@ -223,7 +223,7 @@ aside chat_1 chats
 aside chat_2 chats
 together
 cat "$T"/same.chat_? | grep -q '[1-9]' && pass || fail "garbage, chat" "never the right text"
-# Bench, a lie caught after the first row was printed, or after an answer that nobody compared: exit 5.
+# `k3 bench`, with a lie that is caught after the first row was printed or after an uncompared answer: exit 5.
 total=$("$K3" bench -q --model "$MODEL" --threads 1 --tokens 20 2>/dev/null | awk -F'\t' '/^# total/ { print $7 }')
 n_late=0
 for i in $(seq 40); do
@@ -234,7 +234,7 @@ for i in $(seq 40); do
     n_late=$((n_late + (rc == 5)))
     if [ $rc = 5 ] && grep -q "rows above may be wrong\|gives wrong expert sums" "$T/err" || { [ $rc = 0 ] && [ -n "$is_right" ]; } ||
         { [ $rc = 0 ] && ! grep -q "sums are wrong" "$T/err"; }; then
-        pass # caught late, caught in time, never compared
+        pass # the lie was caught late, caught in time, or never compared
     else
         fail "garbage, bench" "exit $rc, and hashes that are not what that says"
     fi
@@ -244,8 +244,8 @@ done
 [ "$(field logits_fnv)" != "$want" ] && pass || fail "garbage" "the proxy does not spoil anything"
 stop $proxy
 
-# A lie so large that the text changes, seen sooner or later: at the first answer, and the text is right and the
-# exit 0, or later, and the exit is 5. Both happen, but for one time in 10^5.
+# A lie so large that the text changes. Caught at the first answer the text is right and the exit 0; caught later the
+# exit is 5. Both happen here, except in one of 10^5 tests.
 "$CHAOS" "$T/chaos.sock" "$T/warm.sock" lie 5 &
 proxy=$!
 pids+=($proxy)
@@ -271,14 +271,14 @@ lies() {
 aside lies_1 lies
 aside lies_2 lies
 together
-# one run in 10^7 is never compared
+# in one run of 10^7 no answer is compared
 read -r n_right n_caught n_wrong < <(cat "$T"/lies.lies_? | awk '{ r += $1; c += $2; w += $3 } END { print r, c, w }')
 if [ "$n_wrong" = 0 ] && [ "$n_caught" -gt 0 ]; then pass; else
     fail "a lie that changes the text" "$n_right right, $n_caught caught, $n_wrong neither"
 fi
 stop $proxy
 
-# Hedged: two boxes that hold the same, one of them slow, silent or saying things twice.
+# --tier-hedge: two boxes hold the same, and one of them is slow, silent or answers twice.
 for mode in pass delay drop reorder duplicate stall random; do
     "$CHAOS" "$T/chaos.sock" "$T/warm.sock" $mode 3 &
     proxy=$!
@@ -286,7 +286,7 @@ for mode in pass delay drop reorder duplicate stall random; do
     for _ in $(seq 100); do [ -S "$T/chaos.sock" ] && break; sleep 0.02; done
     WAIT=100000 check "hedged: $mode" 300 --tier "unix:$T/chaos.sock" --tier "unix:$T/warm.sock" --tier-hedge
     case $mode in drop | stall)
-        for _ in 1 2; do # on a busy machine the slow box may not be there before the text is
+        for _ in 1 2; do # on a busy machine the text may be done before the slow box has answered
             [ "$(field far_hedged)" -gt 0 ] && break
             WAIT=100000 check "hedged: $mode" 300 --tier "unix:$T/chaos.sock" --tier "unix:$T/warm.sock" --tier-hedge
         done
@@ -298,7 +298,7 @@ for mode in pass delay drop reorder duplicate stall random; do
     rm -f "$T/chaos.sock"
 done
 
-# Killed and started again while one text is made: RESTARTS times.
+# A box is killed and started again RESTARTS times while one text is made.
 restarts=${RESTARTS:-10}
 "$K3" run "${args[@]}" --tokens $((restarts * 60)) >"$T/out" 2>"$T/err"
 short=$want want=$(field logits_fnv)
@@ -364,11 +364,11 @@ check "no key" 0 --tier "unix:$T/keyed.sock"
 [ "$(field far_served)" = 0 ] && pass || fail "no key" "was let in"
 check "another key" 0 --tier "unix:$T/keyed.sock" --psk-file "$T/other"
 [ "$(field far_served)" = 0 ] && pass || fail "another key" "was let in"
-# A key belongs to an address: one that is stated for a box must be asked for there, the key of all boxes
-# only by plain addresses of other machines.
+# A key belongs to an address: a box that a key is stated for must ask for it; the key for all boxes is required
+# only of plain addresses of other machines.
 check "a box without the key stated for it" 0 --tier "unix:$T/warm.sock,psk=$T/key"
 [ "$(field far_served)" = 0 ] && pass || fail "a box without the key stated for it" "was believed"
-both() { # NAME OPTION...: the hash, with two boxes that are up
+both() { # NAME OPTION...: check the hash with two boxes that run
     check "$@"
     "$K3" run "${args[@]:1}" --ram "$ram" "${@:3}" >"$T/out" 2>"$T/err"
     grep -q "up, holds" "$T/err" && ! grep -qE "another key|asks for no key|without a key|no key" "$T/err" && pass || { fail "$1" "they are not both up"; grep "note:" "$T/err"; }
@@ -381,13 +381,13 @@ ends "a key file that is not there" 2 "key file $T/none: No such file" "$K3" run
 ends "an address before a key" 2 "is no address" "$K3" run "${args[@]}" --tier ",psk=$T/key"
 "$K3_TIER" status "unix:$T/warm.sock" --psk-file "$T/key" >"$T/out" 2>&1
 [ $? = 1 ] && grep -q "not the one meant" "$T/out" && pass || fail "status with a key of a box without" "$(head -1 "$T/out")"
-# A libcrypto without HMAC-SHA256, at both ends: nobody is believed, whatever key he has.
+# A libcrypto without HMAC-SHA256, at either end: no peer is let in, whatever its key.
 printf 'openssl_conf = a\n[a]\nproviders = b\n[b]\nnull = c\n[c]\nactivate = 1\n' >"$T/null.cnf"
 OPENSSL_CONF=$T/null.cnf box nohmac --psk-file "$T/key"
 OPENSSL_CONF=$T/null.cnf "$K3_TIER" status "unix:$T/nohmac.sock" --psk-file "$T/other" >"$T/out" 2>&1
 if [ $? = 1 ] && grep -q "no HMAC-SHA256" "$T/out"; then pass; else fail "no HMAC" "$(head -1 "$T/out")"; fi
 
-# What is there in the place of its socket when it ends is somebody's.
+# When the box ends, a file that has taken its socket's place stays: it is somebody else's.
 box moved
 rm "$T/moved.sock"
 echo precious >"$T/moved.sock"
@@ -408,7 +408,7 @@ held nohup 256
 refused "an empty address" "no address" --listen ""
 "$K3_TIER" --ram 1 --listen "unix:$T/little.sock" >"$T/out" 2>&1
 [ $? = 4 ] && grep -q "the program needs" "$T/out" && pass || fail "--ram 1 without a model" "$(cat "$T/out")"
-for what in "--model $MODEL" "" "--listen unix:$T/little.sock"; do # below an expert, no way to stage, below the program
+for what in "--model $MODEL" "" "--listen unix:$T/little.sock"; do # too little for one expert, no way to stage, too little for the program
     # shellcheck disable=SC2086
     "$K3_TIER" -q $what --ram 64 >"$T/out" 2>&1
     grep -q "^k3-tier: --ram 64 was read as 64 bytes: did you mean --ram 64G?" "$T/out" && pass || fail "--ram 64 $what" "$(cat "$T/out")"
@@ -422,7 +422,7 @@ grep -q "note: --ram is 999.00 TiB, but .* GiB free.*--ram [0-9]*[GM] fits" "$T/
 "$K3_TIER" status "unix:$T/keyed.sock" --psk-file "$T/other" >"$T/out" 2>&1
 grep -q "refused: another key" "$T/out" && pass || fail "status with another key" "$(cat "$T/out")"
 
-# Figures over HTTP, frames in words.
+# /metrics over HTTP, and --dump.
 port=$((20000 + $$ % 20000))
 box open --metrics 127.0.0.1:$port --dump "$T/dump"
 held open 256
@@ -434,8 +434,8 @@ if grep -q '^HTTP/1.0 200' "$T/metrics" && grep -q '^k3_tier_experts_held 256' "
 else
     fail "metrics" "$(head -1 "$T/metrics")"
 fi
-# A head of 8 KB, as a bearer token makes it; one of more than 16 KB is answered too.
-trap '' PIPE # the box may answer, and close, before all of it is written
+# A request with headers of 8 KB, as a bearer token makes them, is answered; so is one of more than 16 KB.
+trap '' PIPE # the box may answer and close before all of the request is written
 for n in 500 8000 40000; do
     { exec 3<>/dev/tcp/127.0.0.1/$port && { printf 'GET /metrics HTTP/1.1\r\nAuthorization: Bearer %*s\r\n\r\n' $n x >&3
         cat <&3 >"$T/metrics"; }; } 2>"$T/err"
@@ -468,7 +468,7 @@ for _ in range(300):
 PY
 grep -Eq '^k3-tier: 20[0-9-]+T[0-9:]+Z client [0-9]+, unix: not a frame' "$T/crowd.err" && pass || fail "the log" "no time, or no peer"
 [ "$(wc -l <"$T/crowd.err")" -lt 60 ] && pass || fail "strangers" "$(wc -l <"$T/crowd.err") lines in the log"
-# It has 16 places, 13 descriptors of its own, and 20 in all.
+# A box with 16 places for clients and a limit of 20 descriptors, 13 of which are its own.
 (ulimit -n 20; exec "$K3_TIER" --model "$MODEL" --ram 1G --threads 1 --listen "unix:$T/few.sock" 2>"$T/few.err") &
 box=$!
 pids+=($box)
@@ -489,16 +489,16 @@ before = ticks()
 time.sleep(1)
 if ticks() - before > 30: sys.exit(f"{ticks() - before} ticks in a second of waiting")
 PY
-held few 256 # and those who wait get in again
+held few 256 # and clients that wait get in again
 [ "$(stat_of few experts_held)" = 256 ] && pass || fail "descriptors again" "no figures"
-n=$(grep -c "raise .ulimit -n" "$T/few.err") # once in 10 seconds
+n=$(grep -c "raise .ulimit -n" "$T/few.err") # this line comes once in 10 seconds
 [ "$n" -ge 1 ] && [ "$n" -le 3 ] && pass || fail "no descriptor left" "said $n times"
 stop $box
 n=$(grep -c 'client [0-9]* -> request' "$T/dump")
 m=$(grep -c 'client [0-9]* <- reply' "$T/dump")
 [ "$n" -gt 100 ] && [ "$n" = "$m" ] && pass || fail "dump" "$n requests, $m replies"
 
-# It ends when told, with nothing left behind, and its memory stays in bounds.
+# The box ends on SIGTERM and leaves no file behind, and its memory stays in bounds.
 rss=$(stat_of warm resident_memory_bytes)
 box last
 stop $box

@@ -3,10 +3,10 @@
 #
 #     K3=build/k3 K3_TIER=build/k3-tier-fake tests/test_tier_gpu.sh MODEL [--device]
 #
-# The server's part of the GPU arm: experts in VRAM, in slots, in both; both computing one request;
-# a device that fails while it uploads, computes or answers; terms out of range there. By default
-# with a CPU that plays GPU (fake_gpu.c); --device, of `make test-gpu`, takes a real one, which fails
-# when it wants to. Every run must give the logits_fnv of a run without boxes.
+# The server's part of the GPU arm: experts in VRAM, in slots, in both; CPU and GPU computing one request; a
+# device that fails while it uploads, computes or answers; terms out of range on it. By default a CPU plays
+# the GPU (fake_gpu.c) and fails when told to; --device, of `make test-gpu`, takes a real one.
+# Every run must give the logits_fnv of a run without boxes.
 set -u
 export LC_ALL=C
 K3=${K3:-build/k3}
@@ -16,10 +16,10 @@ is_device=
 [ "${2:-}" = --device ] && is_device=1
 T=$(mktemp -d "${TMPDIR:-/tmp}/k3-vram-XXXXXX") || exit 1
 n_passed=0 n_failed=0 n_skipped=0 box=
-# boxes: the processes that serve one of this test's sockets; the pattern's bracket keeps grep from
+# boxes: print the processes that serve one of this test's sockets; the bracket in the pattern keeps grep from
 # finding itself
 boxes() { grep -la "$T/k3-gp[u]" /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3 | tr '\n' ' '; }
-# stop: the box is told to end, and killed after ten seconds
+# stop: send the box SIGTERM, and SIGKILL after ten seconds
 stop() {
     [ -n "$box" ] || return
     kill "$box"
@@ -73,7 +73,7 @@ check() { # NAME FIGURE LEAST
 "$K3" run "${args[@]}" "$prompt" >"$T/out" 2>"$T/err" || { cat "$T/err"; exit 1; }
 want=$(field logits_fnv)
 
-# Everything in VRAM, a few slots to pass through.
+# All experts in VRAM, and a few slots through which they get there.
 box --ram 1G --vram 1M
 slot=$((1048576 / $(sed -n 's/.*room for \([0-9]*\) experts in .*VRAM/\1/p' "$T/box.err") + 1))
 box --ram 1G --vram 1G
@@ -83,7 +83,7 @@ run; check "warm" gpu_experts_served_total 200
 run --chunk 7; check "warm, chunks of 7" gpu_experts_served_total 400
 run --tier-audit 1/1; check "audited" gpu_experts_served_total 600
 
-# Half of it, so that both kinds are full of different ones and both compute.
+# Half of them in VRAM, so that slots and VRAM fill with different experts and both CPU and GPU compute.
 one=$(stat_of vram_experts_held)
 floor=$("$K3_TIER" --model "$MODEL" --gpu --threads 1 --ram 1M --listen "unix:$T/no.sock" 2>&1 | sed -n 's/.*give \([0-9]*\).*/\1/p')
 box --ram $((floor + 100 * 16500)) --vram $((slot * 100))
@@ -96,7 +96,7 @@ if [ "$held" -gt "$vram" ] && [ "$held" -le "$one" ]; then pass; else fail "half
 if [ -n "$is_device" ]; then
     stop
     export K3_TIER XDG_RUNTIME_DIR=$T
-    for again in 1 2; do # started, joined
+    for again in 1 2; do # first started, then joined
         timeout -k 1 60 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$prompt" >"$T/out" 2>"$T/err"
         rc=$?
         if [ $rc = 0 ] && [ "$(field logits_fnv)" = "$want" ]; then pass; else fail "k3 run --gpu, $again" "exit $rc"; fi
@@ -127,8 +127,8 @@ for n in 1 10; do
     unset FAKE_GPU_BAD
 done
 
-# What is staged goes through a few slots into VRAM, though bringing it is faster; with --keep it is
-# written, too, before its slot goes, once.
+# Staged experts go through a few slots into VRAM, though they arrive faster than that; with --keep each is also
+# written, once, before its slot is used again.
 cp -r "$MODEL" "$T/model with a space"
 export FAKE_GPU_UPLOAD_US=3000
 for keep in "" "--keep $T/kept"; do
@@ -150,7 +150,7 @@ n=$(grep -cE '^[0-9]+ [0-9]+ [0-9a-f]{16}$' "$T/kept/k3.slice")
 [ "$n" = 256 ] && pass || fail "staged, kept" "$n experts listed"
 "$K3_TIER" --ram 1M --slice "$T/kept" --listen "unix:$T/no.sock" 2>&1 | grep -q "give" && pass || fail "staged, kept" "the slice is not whole"
 
-# A box that ends when nobody was there for a second: who stages is somebody.
+# A box that ends when it was alone for a second: a stager is company.
 export FAKE_GPU_UPLOAD_US=10000
 rm -f "$T/box.sock"
 "$K3_TIER" --gpu --threads 1 --ram "$((floor + 20 * 12400))" --vram 1G --linger 1 --listen "unix:$T/box.sock" 2>"$T/box.err" &
@@ -161,10 +161,10 @@ rc=$?
 [ $rc = 0 ] && grep -q " 0 left out" "$T/out" && pass || fail "--linger" "staging ended with $rc"
 unset FAKE_GPU_UPLOAD_US
 
-box --ram 1G --vram 1G # from here on nobody else's
+box --ram 1G --vram 1G # not joined by the runs that follow
 
-# Started and joined by a flag: one box for two that come at once, and it holds on to nothing of
-# whoever started it.
+# `k3 run --gpu` starts a box or joins one: two runs at once share one box, and the box keeps no descriptor of
+# the run that started it.
 export K3_TIER XDG_RUNTIME_DIR=$T
 gpu_run() { timeout -k 1 60 "$K3" run "${args[@]}" --tier-wait 300000 --gpu "$@" "$prompt" >"$T/out" 2>"$T/err"; }
 (timeout -k 1 120 "$K3" run "${args[@]}" --gpu "$prompt" >"$T/other.out" 2>&1 9>"$T/held") &
@@ -179,7 +179,7 @@ if [ -n "$first" ] && [ "$(boxes)" = "$first" ]; then pass; else fail "--gpu" "d
 left=$(readlink "/proc/${first%% *}/fd/"* "/proc/${first%% *}/cwd" | grep -e "$T/held" -e "^$PWD$" -e /dev/pts -e "$T/other" | head -1)
 [ -z "$left" ] && pass || fail "--gpu" "the box holds $left"
 
-# Another model in the place of this one has a box of its own; a path may have spaces.
+# A model in another's directory gets a box of its own; a path may have spaces.
 gpu_run --model "$T/model with a space"; check "a space" experts_held 0
 two=$(boxes)
 mv "$T/model with a space/config.json" "$T/config" && cp "$T/config" "$T/model with a space/config.json"
@@ -188,7 +188,7 @@ gpu_run --model "$T/model with a space"; check "replaced" experts_held 0
 if [ "$(echo "$two" | wc -w) $(boxes | wc -w)" = "2 3" ]; then pass; else fail "replaced" "'$two', then '$(boxes)'"; fi
 [ "$(field far_served)" -gt 0 ] && pass || fail "replaced" "nothing served"
 
-# A key that the user's other boxes have.
+# With a key that the user's other boxes have.
 (umask 077 && head -c 32 /dev/urandom >"$T/key")
 gpu_run --psk-file "$T/key"; check "a key, cold" experts_held 0
 gpu_run --psk-file "$T/key"; check "a key" experts_held 0
@@ -197,7 +197,7 @@ gpu_run --psk-file "$T/key"; check "a key" experts_held 0
 kill $(boxes) 2>/dev/null
 for _ in $(seq 200); do [ -z "$(boxes)" ] && break; sleep 0.02; done
 
-# A box that was killed leaves its socket; one that hangs holds up nobody.
+# The socket of a killed box is replaced; a box that hangs holds up no run.
 gpu_run; check "started once more" experts_held 0
 first=$(boxes)
 # shellcheck disable=SC2086
@@ -226,7 +226,7 @@ else
     n_skipped=$((n_skipped + 1))
 fi
 
-# A runtime directory that is too long a name, or cannot be written.
+# A runtime directory whose name is too long, or that cannot be written.
 long=$T/$(printf 'x%.0s' $(seq 100))
 mkdir "$long"
 XDG_RUNTIME_DIR=$long K3_TIER=/nowhere gpu_run; check "long name" experts_held 0

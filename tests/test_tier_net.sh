@@ -44,14 +44,14 @@ tier=(--tier 10.77.0.2:7383 --psk-file "$T/key")
 ram=$(sed -n 's/.*give at least \([0-9]*\) bytes.*/\1/p' "$T/err")
 ram=$((ram + 65536))
 
-# check NAME SERVED TOKENS OPTION...: the hash of a run without boxes, and so many experts served
+# check NAME SERVED TOKENS OPTION...: check the hash, and that at least SERVED experts were served
 check() {
     local name=$1 least=$2 tokens=$3
     shift 3
     "$K3" run "${args[@]}" --tokens "$tokens" >"$T/out" 2>"$T/err"
     local want got rc
     want=$(field logits_fnv)
-    for _ in $(seq "${TRIES:-1}"); do # over a bad link the hello may come too late for a short run
+    for _ in $(seq "${TRIES:-1}"); do # over a bad link a short run may end before the hello
         ip netns exec $A "$K3" run "${args[@]}" --tokens "$tokens" --ram $ram "${tier[@]}" "$@" >"$T/out" 2>"$T/err"
         rc=$?
         got=$(field logits_fnv)
@@ -77,7 +77,7 @@ else
     echo "tier_net: SKIP delay and loss of packets: this kernel has no netem"
 fi
 
-# delayed NAME DELAY_MS JITTER_MS SERVED TOKENS OPTION...: behind a slow link
+# delayed NAME DELAY_MS JITTER_MS SERVED TOKENS OPTION...: the same behind a slow link
 delayed() {
     local name=$1 ms=$2 jitter=$3
     shift 3
@@ -103,7 +103,7 @@ else
     echo "tier_net: SKIP a slow link: python3 is not installed (scripts/deps.sh test)"
 fi
 
-# loses PART: both ends drop so many packets of what comes, as iptables or nft can; false: neither
+# loses PART: both ends drop that part of the packets that arrive, by iptables or nft; false: neither can
 loses() {
     local ns
     for ns in $A $B; do
@@ -118,14 +118,14 @@ table inet lossy {
 RULES
     done
 }
-n_lost() { # packets dropped so far
+n_lost() { # print how many packets were dropped so far
     local ns
     for ns in $A $B; do
         ip netns exec $ns iptables -L INPUT -v -n -x 2>/dev/null | awk '/DROP/ { print $1 }'
         ip netns exec $ns nft list table inet lossy 2>/dev/null | sed -n 's/.*counter packets \([0-9]*\).*/\1/p'
     done | awk '{ n += $1 } END { print n + 0 }'
 }
-finds() { # nothing is lost any more
+finds() { # no packet is lost from here on
     local ns
     for ns in $A $B; do
         ip netns exec $ns iptables -F INPUT 2>/dev/null
@@ -146,7 +146,7 @@ else
     echo "tier_net: SKIP loss: neither iptables' statistic match nor nft's numgen works here"
 fi
 finds
-( # pulled while text is made, and put back
+( # the link is pulled while text is made, and put back
     for _ in 1 2 3 4 5; do
         sleep 0.15
         ip -n $B link set away down

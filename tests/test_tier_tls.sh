@@ -6,7 +6,7 @@
 # Certificates are made here with the openssl program: an authority, a box, a client; strangers, one
 # that has expired, one for another name. Proxies and peers that misbehave are a few lines of Python.
 # Every run must give the logits_fnv of a run without boxes (with the bundled model: of demo/bits.tsv),
-# whoever was refused. SERVED says whether the box was used.
+# also where a peer was refused. The experts served say whether the box was used.
 suite=tier_tls
 # shellcheck source=tests/boxes.sh
 . "$(dirname "$0")/boxes.sh"
@@ -36,7 +36,7 @@ certificate() { # NAME AUTHORITY NAMES DAYS
     here=DNS:localhost,DNS:box.test,IP:127.0.0.1,IP:::1
     authority ca && authority strangers &&
         certificate box ca $here 2 &&
-        certificate late ca $here 0 && # over by the time that it is used; OpenSSL 3.5 takes no -1
+        certificate late ca $here 0 && # expired when it is used; OpenSSL 3.5 takes no -1
         certificate elsewhere ca DNS:elsewhere.test 2 &&
         certificate client ca DNS:client 2 &&
         certificate stranger strangers DNS:client 2 &&
@@ -68,7 +68,7 @@ def exactly(s, n):
     while len(data) < n: data += s.recv(n - len(data)) or sys.exit()
     return data
 
-def join(client, host, port, yes):          # names are known to the proxy alone
+def join(client, host, port, yes):          # only the proxy can resolve the names
     with open(log, "a") as f: f.write("%s:%d\n" % (host, port))
     box = socket.create_connection(("127.0.0.1", port))
     for s in (box, client): s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -90,7 +90,7 @@ def connect(c):
 def socks(c):
     exactly(c, exactly(c, 2)[1])
     c.sendall(b"\5\0")
-    if exactly(c, 4) != b"\5\1\0\3": return c.close()    # a name, or it was resolved by the client
+    if exactly(c, 4) != b"\5\1\0\3": return c.close()    # must be a name: the client must not resolve it
     host = exactly(c, exactly(c, 1)[0]).decode()
     join(c, host, struct.unpack(">H", exactly(c, 2))[0], b"\5\0\0\1\0\0\0\0\0\0")
 
@@ -114,7 +114,7 @@ def garbage():
                 s.shutdown(socket.SHUT_WR)
                 s.settimeout(3)
                 while s.recv(4096): pass
-            except TimeoutError: raise                  # the box keeps it
+            except TimeoutError: raise                  # the box keeps the connection
             except OSError: pass
 def stall():
     def one(n):
@@ -161,7 +161,7 @@ elif what == "garbage": garbage()
 elif what == "stall": stall()
 elif what == "ahead": ahead()
 EOF
-# peer WHAT: a listening one on $port; its pid in $peer
+# peer WHAT: start one that listens on $port; its pid is in $peer
 peer() {
     new_port
     : >"$T/log"
@@ -174,11 +174,11 @@ peer() {
 # ---- Boxes and runs ----
 
 port=$((20000 + $$ % 20000))
-new_port() { # one that nobody listens on
+new_port() { # set $port to one that nobody listens on
     port=$((port + 1))
     while { : <>"/dev/tcp/127.0.0.1/$port"; } 2>/dev/null; do port=$((port + 1)); done
 }
-# box ADDR OPTION...: a server; @ in ADDR becomes its $port; its pid in $box
+# box ADDR OPTION...: start a server; @ in ADDR becomes its $port; its pid is in $box
 box() {
     local addr=$1
     shift
@@ -192,7 +192,7 @@ box() {
     for _ in $(seq 300); do
         "$K3_TIER" status "$addr" "${mine[@]}" >"$T/status" 2>&1
         grep -q "experts_held.256" "$T/status" && return
-        grep -q "trust\|expired\|is not for\|refused: another key" "$T/status" && return # up, for others
+        grep -q "trust\|expired\|is not for\|refused: another key" "$T/status" && return # it runs, and lets in other peers
         [ ${#holds[@]} = 0 ] && grep -q "experts_held" "$T/status" && return
         sleep 0.02
     done
@@ -210,13 +210,13 @@ listen_box() {
 }
 tls=(--tls-cert "$T/box.pem" --tls-key "$T/box.key")
 
-# a name with two addresses, known to a run alone: needs root
+# a name with two addresses that only one run knows: needs root
 printf '::1 box.test\n127.0.0.1 box.test localhost\n' >"$T/hosts"
 two=(unshare -m sh -c 'mount --bind "$0" /etc/hosts && exec "$@"' "$T/hosts")
 "${two[@]}" true 2>/dev/null || two=()
 via=()
 
-# check NAME SERVED NOTE OPTION...: the hash, SERVED experts or more ("none": none), NOTE on stderr
+# check NAME SERVED NOTE OPTION...: check the hash, that SERVED experts or more ("none": none) came, NOTE on stderr
 check() {
     [ -z "${TIMES:-}" ] || date "+%M:%S.%N $1"
     local name=$1 least=$2 note=$3 rc got served
@@ -240,7 +240,7 @@ check() {
         pass
     fi
 }
-quick() { # NAME MS: the command since `start` took no longer; a sanitizer may be slow
+quick() { # NAME MS: check that no more than MS have passed since `start`; a sanitizer may be slow
     local took=$((($(date +%s%N) - start) / 1000000))
     [ "$took" -lt $(($2 * (${#K3_SAN} ? 3 : 1))) ] && pass || fail "$1" "took $took ms"
 }
@@ -254,7 +254,7 @@ fi
 
 trust=(--tier-ca "$T/ca.pem")
 box tls:127.0.0.1:@ "${tls[@]}"
-python3 "$T/net.py" stall "$port" "$T/stalled" & # watched while the rest goes on; looked at later
+python3 "$T/net.py" stall "$port" "$T/stalled" & # runs beside the tests that follow, and is checked later
 staller=$!
 pids+=($staller)
 check "TLS" 300 "up, holds 256" --tier "tls:127.0.0.1:$port" "${trust[@]}"
@@ -276,7 +276,7 @@ quick "plain where TLS is spoken" 3000
 timeout -k 1 60 python3 "$T/net.py" garbage "$port" 2>"$T/err" && pass || fail "garbage in the handshake" "a connection stays"
 kill -0 $box 2>/dev/null && pass || fail "garbage in the handshake" "the box is gone"
 check "TLS after garbage" 300 "" --tier "tls:127.0.0.1:$port" "${trust[@]}"
-# what another program says of it
+# what openssl's own client reports
 : | openssl s_client -connect "127.0.0.1:$port" -CAfile "$T/ca.pem" -verify_return_error >"$T/out" 2>"$T/err"
 grep -q "Verify return code: 0" "$T/out" && grep -q "TLSv1.3" "$T/out" && pass || fail "s_client" "no TLS 1.3"
 grep -q "New Session Ticket" "$T/out" && fail "s_client" "session tickets" || pass
@@ -308,7 +308,7 @@ port=$box_port
 check "TLS without the key" none "wants a key" --tier "tls:127.0.0.1:$port" "${trust[@]}"
 stop $box
 
-# ---- Both know each other; other machines could come ----
+# ---- Mutual TLS; addresses of other machines ----
 
 box tls:0.0.0.0:@ "${tls[@]}" --tls-ca "$T/ca.pem"
 me=(--tier-cert "$T/client.pem" --tier-key "$T/client.key")
@@ -321,20 +321,20 @@ check "mutual TLS with an expired one" none "our certificate has expired" \
     --tier "tls:127.0.0.1:$port" "${trust[@]}" --tier-cert "$T/late.pem" --tier-key "$T/late.key"
 kill -0 $box 2>/dev/null && pass || fail "mutual TLS" "the box is gone"
 
-# ---- The bench of a hop: what it says over TLS, TCP and a unix socket ----
+# ---- `k3 bench --hop` over TLS, TCP and a unix socket ----
 
-# hop NAME EXIT PATTERN OPTION...: PATTERN in what it says
+# hop NAME EXIT PATTERN OPTION...: check the exit code, and PATTERN in the output
 hop() {
     local name=$1 want_rc=$2 pattern=$3 rc
     shift 3
-    # a sanitizer keeps what was freed: there a box does grow
+    # a sanitizer keeps freed memory, so there a box does grow
     timeout -k 1 60 "$K3" bench --model "$MODEL" --requests 200 --sustain "$((${#K3_SAN} ? 0 : 1))" "$@" >"$T/out" 2>"$T/err"
     rc=$?
     if [ $rc = "$want_rc" ] && cat "$T/out" "$T/err" | grep -q -- "$pattern"; then pass; else fail "hop: $name" "exit $rc"; fi
 }
 vain=()
 hop "mutual TLS" 0 "0 requests without a whole answer, 0 wrong" --hop "tls:127.0.0.1:$port" "${trust[@]}" "${me[@]}"
-# vain N OPTION...: one that never gets in, begun beside the rest; vain_end N NAME PATTERN
+# vain N OPTION...: start, beside the other tests, a hop that never gets in; vain_end N NAME PATTERN checks how it ended
 vain() {
     local n=$1
     shift
@@ -403,14 +403,14 @@ stop $peer
 
 # ---- Staging ----
 
-# stage NAME EXIT PATTERN ADDR OPTION...: the exit code, and what it says
+# stage NAME EXIT PATTERN ADDR OPTION...: check the exit code and the output of `k3 stage`
 stage() {
     local name=$1 code=$2 pattern=$3 addr=$4
     shift 4
     ends "$name" "$code" "$pattern" "$K3" stage -q --model "$MODEL" --to "$addr" "$@"
 }
 plain_box=$box plain_port=$box_port holds=()
-expert=9792 # bytes of one, in the demo
+expert=9792 # bytes of one expert of the demo
 box tls:127.0.0.1:@ "${tls[@]}" --tls-ca "$T/ca.pem" --psk-file "$T/psk" --stage-psk-file "$T/psk.stage"
 asker=(--psk-file "$T/psk")
 key=(--psk-file "$T/psk.stage")
@@ -460,7 +460,7 @@ kill -0 $box 2>/dev/null && pass || fail "staging over TLS" "the box is gone"
 stop $box
 holds=(--model "$MODEL") box=$plain_box port=$plain_port box_port=$plain_port
 
-# ---- Names and families; who does not answer ----
+# ---- Names, address families, peers that do not answer ----
 
 port=$box_port
 check "plain, by a name" 300 "" --tier "localhost:$port"
@@ -490,7 +490,7 @@ check "the same twice, and a box that is not there" none "" --tier "tls:127.0.0.
 stop $peer
 check "a name that does not resolve" none "resolve" --tier "tls:no.such.name.invalid:1" "${trust[@]}"
 
-# ---- Killed and started again while one text is made ----
+# ---- A box killed and started again while one text is made ----
 
 new_port
 : >"$T/restarts"
@@ -532,7 +532,7 @@ stop $stalled_box
 quick "SIGTERM with stalled handshakes" 1500
 stop $staller
 
-# ---- What is refused before anything begins ----
+# ---- Options that are refused before anything begins ----
 
 refused() { # NAME PATTERN PROGRAM OPTION...
     local name=$1 pattern=$2 rc

@@ -3,10 +3,10 @@
 #
 #     K3=build/k3 K3_TIER=build/k3-tier tests/test_tls_bad.sh MODEL [long]
 #
-# A client of such a box: the hash of a run without boxes, in at most 1.05 of its time and a second.
-# A box with such clients: figures for others within 200 ms of what they take without them.
+# A client of such a box must give the hash of a run without boxes, in at most 1.05 of its time and a second.
+# A box with such clients must give figures to other peers within 200 ms of the time without them.
 # Times are compared in pairs; on a busy machine a pair may be tried again. `long`, for
-# tests/long_tls_bad.sh, is of every kind, with runs so long that the 1.05 counts and not the second.
+# tests/long_tls_bad.sh, runs every kind, so long that 5 % is more than the second.
 suite=tls_bad
 # shellcheck source=tests/boxes.sh
 . "$(dirname "$0")/boxes.sh"
@@ -28,7 +28,7 @@ new_port() {
     while { : <>"/dev/tcp/127.0.0.1/$port"; } 2>/dev/null; do port=$((port + 1)); done
 }
 up() { for _ in $(seq 200); do { : <>"/dev/tcp/127.0.0.1/$port"; } 2>/dev/null && return; sleep 0.02; done; }
-ms() { # COMMAND...: how long it took
+ms() { # COMMAND...: print how many ms it took
     local start
     start=$(date +%s%N)
     "$@" >"$T/out" 2>"$T/err"
@@ -39,10 +39,10 @@ ms() { # COMMAND...: how long it took
 
 alone tls:127.0.0.1:1
 one_run() { timeout -k 1 120 "$K3" run "${args[@]}" --ram "$ram" "$@"; }
-# What the client says of such a box: that it was left alone is no luck.
+# The note that the client prints for each kind: it must have left the box alone for that reason.
 declare -A said=([empty]="nothing new" [bytes]="(takes more time than it saves|does not answer in time)" [late]="takes more time than it saves")
-# bad_box MODE: three tries to be in time; the hash must be right each time. To each question the late one
-# answers after 18 ms, so that a client that always waits takes 29 seconds for 200 ids and 8 layers.
+# bad_box MODE: a run has three tries to be in time; its hash must be right each time. Mode `late` answers each
+# question after 18 ms, so a client that always waits would take 29 seconds for 200 ids and 8 layers.
 bad_box() {
     local bare took try got wait=()
     [ "$1" != late ] || wait=(--tier-wait 20000)
@@ -72,7 +72,7 @@ boxes="update bytes late empty" clients="update bytes"
 [ -z "$is_long" ] || boxes="early-update early-bytes update bytes flip empty late endless" clients="update bytes looks cut"
 for mode in $boxes; do bad_box "$mode"; done
 
-# SIGTERM is heard while a box floods
+# SIGTERM ends a client while a box floods it
 new_port
 "$BAD" box "$port" "$T/box.pem" "$T/box.key" "$T/true.sock" update 2>"$T/bad.err" &
 bad=$!
@@ -83,7 +83,7 @@ run=$!
 sleep 1
 stopped=$(ms stop $run)
 [ "$stopped" -lt 3000 ] && pass || fail "SIGTERM while a box floods" "took $stopped ms"
-# stage and status say so, in their time
+# `k3 stage` and `k3-tier status` end in time, and say why
 asks=("$K3_TIER status tls:127.0.0.1:$port --tls-ca $T/box.pem")
 [ -z "$is_long" ] || asks+=("$K3 stage -q --model $MODEL --to tls:127.0.0.1:$port --tier-ca $T/box.pem")
 for what in "${asks[@]}"; do
@@ -100,8 +100,8 @@ stop $bad
 
 # ---- A box with such clients ----
 
-# figures: how much longer one of five looks took than the same program that only says its version, in
-# ms, the median; empty when a look failed. A busy machine starts both late.
+# figures: print the median over five pairs, in ms, of the time of `k3-tier status` less that of `k3-tier --version`,
+# which a busy machine delays as much; print nothing when one failed.
 figures() {
     local bare
     for _ in 1 2 3 4 5; do

@@ -39,7 +39,7 @@ typedef struct {
     size_t n;
 } text;
 
-/* What is done with each text of a group. */
+/* What happens to each text of a group. */
 typedef struct {
     k3_tokenizer *t;  /* encode it and hash the ids ...               */
     EVP_MD_CTX *hash; /* ... into this                                */

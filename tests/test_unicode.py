@@ -62,7 +62,7 @@ def vocabulary(tiktoken, path):
 
 
 def reference_lines(tiktoken, folder):
-    """What the lines of FOLDER/hashes should be."""
+    """The lines that FOLDER/hashes should have."""
     encodings = [vocabulary(tiktoken, f"{folder}/{i:02d}/tiktoken.model") for i in range(16)]
     lines = []
     with open(f"{folder}/texts", "rb") as f:

@@ -13,7 +13,7 @@
 #define N_ROWS 3
 #define N_ITEMS 12
 #define N_COMING 3
-#define N_LAYERS 2 /* that anything is wanted of: most of what is asked for is then here */
+#define N_LAYERS 2 /* layers that requests are of: most experts they ask for are then held */
 
 static server sv;
 static uint8_t *bytes; /* [n_all][expert_bytes]: every expert, read once */
@@ -22,7 +22,7 @@ static uint64_t seed = 3;
 
 static uint32_t below(uint64_t n) { return (uint32_t)(test_random(&seed) % n); }
 
-/* ---- A box with so many slots of either kind ---- */
+/* ---- A box with a number of slots of either kind ---- */
 
 static void open_server(const char *dir, uint32_t n_slots, uint32_t n_vram) {
     memset(&sv, 0, sizeof sv);
@@ -45,7 +45,7 @@ static void open_server(const char *dir, uint32_t n_slots, uint32_t n_vram) {
 
 static void end_server(void) {
     server_close(&sv);
-    gpu_close(sv.gpu); /* left open when it was lost: a real one might hang */
+    gpu_close(sv.gpu); /* the server leaves a lost device open: closing a real one might hang */
 }
 
 static void read_all(const char *dir) {
@@ -86,7 +86,7 @@ typedef struct {
 
 static coming on_its_way[N_COMING];
 static uint32_t n_coming;
-static item pinned[N_ITEMS]; /* a request that takes its time */
+static item pinned[N_ITEMS]; /* items of a request that is still running */
 static uint32_t n_pinned, il_pinned;
 
 static void check_store(const char *after) {
@@ -121,7 +121,7 @@ static void check_store(const char *after) {
         wrong += st->vram[v].is_full && st->vram_of[st->vram[v].index] != (int32_t)v;
     }
     for (uint32_t a = 0; a < st->n_slots; a++) n_pins += st->slots[a].pins;
-    for (uint32_t k = 0; k < n_pinned; k++) { /* what is in use stays */
+    for (uint32_t k = 0; k < n_pinned; k++) { /* items in use stay where they are */
         const item *it = &pinned[k];
         size_t i = index_of(&sv, il_pinned, it->ie);
         n_pins -= (it->i_slot != NONE) + (it->i_vram != NONE);
@@ -155,7 +155,7 @@ static bool add_expert(int64_t *Q, size_t i, const float *z, const uint32_t *row
     return is_good;
 }
 
-/* `n` experts of a layer, none twice, rising. */
+/* Choose n different experts of a layer, in ascending order. */
 static uint32_t some_experts(uint32_t *ie, uint32_t n) {
     uint32_t got = 0;
     for (uint32_t e = 0; e < sv.m.n_experts && got < n; e++)
@@ -179,7 +179,7 @@ static void step_request(void) {
         count[x] = n * n_rows <= n_rows * sv.m.top_k ? 1 + below(n_rows) : 1;
         for (uint32_t j = 0; j < count[x]; j++) {
             row[x][j] = j;
-            w[x][j] = below(40) ? (float)below(1000) * 0x1p-10f : 1e30f; /* some break NUMERICS 5 */
+            w[x][j] = below(40) ? (float)below(1000) * 0x1p-10f : 1e30f; /* some are out of range (NUMERICS 5) */
         }
         n_pairs += count[x];
         here[x] = store_has(&sv.st, l * sv.m.n_experts + ie[x]);
@@ -201,7 +201,7 @@ static void step_request(void) {
     CHECK_EQ_STR(why ? why : "", "");
     if (why) return;
     bool had_vram = sv.st.has_vram;
-    sv.cpu_ns = (float)below(3); /* shared out one way and another */
+    sv.cpu_ns = (float)below(3); /* so that CPU and GPU share the work in different ways */
     sv.gpu_time = (trend){.n = (float)below(2), .x = 1, .y = (float)below(3)};
     size_t len = compute_request(&sv, &r, (const float *)(const void *)r.z, false, out);
     CHECK(tier_reply_parse(&sv.m, out, len, &a) == NULL);
@@ -260,7 +260,7 @@ static void step_read(void) {
     pthread_mutex_unlock(&sv.st.lock);
 }
 
-/* Expert i is offered, with its own sum. */
+/* Offer expert i with its own sum; *i_slot is its slot. */
 static enum tier_verdict room_for(size_t i, int32_t *i_slot) {
     enum tier_verdict v;
     uint64_t sum = XXH3_64bits(bytes + i * sv.expert_bytes, sv.expert_bytes);
@@ -273,12 +273,12 @@ static void step_offer(void) {
     coming *c = &on_its_way[n_coming];
     c->i = below(N_LAYERS * sv.m.n_experts);
     if (room_for(c->i, &c->i_slot) != TIER_WANTS) return;
-    CHECK(sv.st.heat[c->i] < 0); /* what can be read here is never taken from elsewhere */
+    CHECK(sv.st.heat[c->i] < 0); /* experts that this box can read are never taken from others */
     c->is_staged = true;
     n_coming++;
 }
 
-/* One that was on its way comes, or does not. */
+/* End one of the reads on their way: the expert arrives, or the read fails. */
 static void step_arrive(void) {
     if (n_coming == 0) return;
     uint32_t k = below(n_coming);
@@ -391,7 +391,7 @@ static void stop(pthread_t thread) {
     end_server();
 }
 
-/* An expert that is here and asked for again and again gets into VRAM, though nothing is missing. */
+/* An expert in a slot that is asked for again and again moves into VRAM, though none is missing. */
 static void test_hits(const char *dir) {
     pthread_t thread;
     open_server(dir, 8, 2);
@@ -400,7 +400,7 @@ static void test_hits(const char *dir) {
     CHECK(pthread_create(&thread, NULL, vram_main, &sv) == 0);
     CHECK(is_true(is_vram_full));
     CHECK(!is_1_in_vram());
-    nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL); /* it sleeps */
+    nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL); /* until the thread sleeps */
     for (int k = 0; k < 60; k++) {
         item it = {.ie = 1, .task.n = 3};
         CHECK(store_pin(&sv, sv.m.n_dense, &it));
@@ -410,7 +410,7 @@ static void test_hits(const char *dir) {
     stop(thread);
 }
 
-/* A read for which the only slot was in use comes as soon as it is not. */
+/* A read that waits for the only slot, which is in use, comes as soon as the slot is free. */
 static void test_unpin(const char *dir) {
     pthread_t thread;
     item it = {.ie = 1, .task.n = 1};
@@ -429,7 +429,7 @@ static void test_unpin(const char *dir) {
     stop(thread);
 }
 
-/* What --pins names is read again after the device was lost, and takes the slot of another. */
+/* Experts that --pins names are read again after the device was lost, and take the slots of others. */
 static void test_pins(const char *dir) {
     size_t i;
     int32_t i_slot;
@@ -452,7 +452,7 @@ static void test_pins(const char *dir) {
     end_server();
 }
 
-/* ---- Who computes what both have ---- */
+/* ---- Experts in both memories: does CPU or GPU compute them? ---- */
 
 /* Of 16 experts that lie in both memories, how many does the CPU take? */
 static uint32_t shared_out(void) {
@@ -466,22 +466,22 @@ static uint32_t shared_out(void) {
     return n;
 }
 
-/* A GPU that takes 30 us and 5 for each expert, measured with those that it has. */
+/* Add to the averages a GPU that takes 30 us and 5 us for each of n_gpu experts. */
 static void measure(uint32_t n_gpu) {
     trend_add(&sv.gpu_time, (float)n_gpu, 30000.0f + 5000.0f * (float)n_gpu);
 }
 
 static void test_share(void) {
     memset(&sv, 0, sizeof sv);
-    CHECK_EQ_INT(shared_out(), 0); /* nothing is known */
+    CHECK_EQ_INT(shared_out(), 0); /* no time was measured yet */
     sv.cpu_ns = 45000.0f;
     measure(16);
-    CHECK_EQ_INT(shared_out(), 2); /* 90 us against 96, were there no cost but by the expert */
+    CHECK_EQ_INT(shared_out(), 2); /* 90 us against 96, if only experts took time */
     for (int i = 0; i < 60; i++) measure(16 - shared_out());
     CHECK_EQ_INT(shared_out(), 2); /* 90 against 100; 3 would be 135 against 95 */
     sv.cpu_ns = 60000.0f;
     CHECK_EQ_INT(shared_out(), 1);
-    trend_add(&sv.gpu_time, 16, 2e6f); /* a hiccup: the CPU has to take more, and for how long? */
+    trend_add(&sv.gpu_time, 16, 2e6f); /* one slow request: the CPU must take more, and not for long */
     CHECK(shared_out() > 2);
     for (int i = 0; i < 150; i++) measure(16 - shared_out());
     CHECK_EQ_INT(shared_out(), 1);
@@ -492,7 +492,7 @@ static void test_share(void) {
     memset(&sv, 0, sizeof sv);
 }
 
-/* A slot that is full of what VRAM is about to take is no refusal. */
+/* Slots full of experts that VRAM is about to take are no reason to refuse an offer. */
 static void test_staging(const char *dir) {
     conn c = {.state = C_STAGE, .stage = {.has_begun = true}};
     uint8_t in[TIER_HEAD_BYTES] = {[4] = TIER_OFFER};
@@ -508,7 +508,7 @@ static void test_staging(const char *dir) {
     CHECK(stage_must_wait(&sv, &c));
     step_upload();
     put(10);
-    CHECK(!stage_must_wait(&sv, &c)); /* no room of either kind */
+    CHECK(!stage_must_wait(&sv, &c)); /* no room in VRAM or slots */
     CHECK_EQ_INT(room_for(15, &i_slot), TIER_FULL);
     CHECK_EQ_INT(sv.st.n_held, 3);
     end_server();

@@ -28,7 +28,7 @@ static json_object *parse(const char *text) {
     return o;
 }
 
-/* The ids of an assistant message behind the prompt that asks for it. */
+/* Render an assistant message behind the prompt that asks for it. Returns its ids. */
 static xtml reply_ids(json_object *message, bool thinks, size_t *first) {
     render_state s = {.thinks = thinks};
     xtml x = {0}, prompt = {0};
@@ -110,8 +110,8 @@ static bool told_add(json_object *told, json_object *part) {
     return ok;
 }
 
-/* Ids read, asked for deltas behind each one that `asks` names (NULL: each), the message closed: what
- * was told is the final object. *n_parts: pieces that came. */
+/* Read the ids, ask for deltas behind each id that `asks` names (NULL: all), close the message:
+ * what the deltas told must be the final object. *n_parts: how many deltas came. */
 static bool tells_all(const uint32_t *id, size_t n, bool thinks, const bool *asks,
                       size_t *n_parts) {
     json_object *told = json_object_new_array(), *want = json_object_new_array(), *part;
@@ -151,7 +151,8 @@ static bool tells_all(const uint32_t *id, size_t n, bool thinks, const bool *ask
     return ok;
 }
 
-/* Deltas of tool calls, whatever is cut and whenever they are asked for. */
+/* Deltas of tool calls add up to the calls, wherever the ids are cut and whenever they are asked
+ * for. */
 static void test_deltas(void) {
     json_object *message = parse(CALLS);
     size_t first = 0, n_bad = 0, n_parts = 0, n_most = 0;
@@ -164,7 +165,7 @@ static void test_deltas(void) {
         n_most = n_parts > n_most ? n_parts : n_most;
     }
     CHECK_EQ_INT(n_bad, 0);
-    CHECK(n_most > 20);                         /* and not one for each call */
+    CHECK(n_most > 20);                         /* deltas came in pieces, not one for each call */
     for (size_t at = 0; asks && at < n; at++) { /* two pieces, cut at every id */
         asks[at] = true;
         n_bad += !tells_all(id, n, true, asks, &n_parts);
@@ -176,7 +177,8 @@ static void test_deltas(void) {
     json_object_put(message);
 }
 
-/* Read ids, close, read again with what was added: the message has ended, nothing is open. */
+/* Read ids, close the message, read them again with the ids that were added: the message has ended,
+ * nothing is open. */
 static bool closes(const uint32_t *id, size_t n, bool thinks, xtml *added, size_t *n_calls,
                    bool *has_response) {
     reply r, again;
@@ -220,7 +222,7 @@ static void test_cuts(void) {
         CHECK_EQ_INT(n_calls, 3);
         CHECK(n_most > 10 && n_most < 40);
         xtml_free(&x);
-        x = reply_ids(plain, thinks, &first); /* stopped at once: the empty message */
+        x = reply_ids(plain, thinks, &first); /* stopped before the first id: the empty message */
         xtml added = {0}, empty = {0};
         CHECK(closes(NULL, 0, thinks, &added, &n_calls, &has) && has);
         if (thinks) {
@@ -272,7 +274,7 @@ static void test_noise(void) {
     json_object_put(message);
 }
 
-/* Text in arguments that is not what its type says, half a character at the end. */
+/* Arguments whose text is not of their type, or ends inside of a character. */
 static void test_odd_arguments(void) {
     static const struct {
         const char *type, *body, *want;
@@ -310,10 +312,10 @@ static void test_odd_arguments(void) {
 /* One letter an element: c call, a argument of type string, j json, x another; upper case closes it.
  * Digits are text. */
 static const struct {
-    const char *said, *want; /* names and arguments of the calls that come of it */
+    const char *said, *want; /* the calls that are understood: names and arguments */
 } ODD_CALL[] = {
     {"ca1AC", "f{\"k\": \"1\"};"},
-    {"ca1x2X3AC", "f{\"k\": \"13\"};"}, /* text of an element inside is not the argument's */
+    {"ca1x2X3AC", "f{\"k\": \"13\"};"}, /* the text of an inner element is not the argument's */
     {"ca1Aj2JC", "f{\"k\": \"1\"};"},   /* keys came first */
     {"cj1Ja2AC", "f1;"},                /* one text came first */
     {"cj1Jj2JC", "f1;"},                /* ... and is not replaced */
@@ -590,7 +592,7 @@ static void test_reply_times(void) {
     CHECK(strstr(buf_text(&text), "not measured") && !strstr(buf_text(&text), "about"));
     buf_clear(&text);
     p.streamed_bytes = 0;
-    p.quota = 896; /* all in memory: nothing is read, and nothing said of time */
+    p.quota = 896; /* all experts in memory: nothing is read, and no time is told */
     c.most = 0;
     replies_describe(&text, &c, &large, &p);
     CHECK(strstr(buf_text(&text), "as long as the context holds") &&
@@ -598,7 +600,7 @@ static void test_reply_times(void) {
     buf_free(&text);
 }
 
-/* A note of the engine's waits for the end of the line of text that is being shown. */
+/* A note of the engine waits until the line that is being shown has ended. */
 static void test_note_waits(void) {
     chat c;
     memset(&c, 0, sizeof c);

@@ -35,7 +35,7 @@ enum { ROOM = 1 << 22 };
 static uint64_t seed = 1;
 static const char *mode;
 static uint32_t n_replies;
-static uint8_t kept[ROOM]; /* a reply held back */
+static uint8_t kept[ROOM]; /* a reply that is held back */
 static size_t n_kept;
 
 static uint32_t dice(uint32_t n) {
@@ -77,7 +77,7 @@ static const char *pick_mode(void) {
     return dice(6) ? "pass" : any[dice(sizeof any / sizeof *any)];
 }
 
-/* What the frame's inside becomes; it stays as long as it was. */
+/* Change the frame's payload as mode `how` says; its length stays. */
 static void spoil(uint8_t *f, size_t n, const char *how) {
     uint8_t *p = f + TIER_HEAD_BYTES;
     if (strcmp(how, "corrupt") == 0) {
@@ -137,14 +137,14 @@ static void pass_reply(int to, uint8_t *f, size_t n) {
     if (strcmp(how, "duplicate") == 0) write_all(to, f, n);
 }
 
-/* One whole frame, from the box (`is_down`) or from the client. */
+/* Pass on one whole frame, from the box (`is_down`) or from the client. */
 static void pass(int to, uint8_t *f, size_t n, bool is_down) {
     if (is_down && f[4] == TIER_REPLY) {
         pass_reply(to, f, n);
         return;
     }
     if (is_down && f[4] == TIER_RESIDENT && is_mode("announce")) {
-        size_t map = 4; /* demo: 32 experts */
+        size_t map = 4; /* bytes of a bitmap of 32 experts, as demo has */
         for (size_t at = TIER_HEAD_BYTES; at < n; at += 4 + map) memset(f + at + 4, 0xff, map);
         seal_again(f);
     }

@@ -66,12 +66,12 @@ static int unix_connect(const char *path) {
     return connect(fd, (struct sockaddr *)&sa, sizeof sa) == 0 ? fd : -1;
 }
 
-/* All of it; the process ends with the connection. */
+/* Write all n bytes; when the connection ends, the process ends. */
 static void tls_write(SSL *s, const void *p, size_t n) {
     if (SSL_write(s, p, (int)n) != (int)n) _exit(0);
 }
 
-/* ---- What is bad ---- */
+/* ---- What the modes do ---- */
 
 static void updates(SSL *s) {
     while (SSL_key_update(s, SSL_KEY_UPDATE_NOT_REQUESTED) == 1 && SSL_do_handshake(s) == 1) {
@@ -79,7 +79,7 @@ static void updates(SSL *s) {
     _exit(0);
 }
 
-/* A resident frame for layer 1, of a model of 32 experts: all of them, or none. */
+/* Make a resident frame for layer 1 of a model of 32 experts: all of them, or none. */
 static size_t news(uint8_t *f, bool is_full) {
     memset(f + TIER_HEAD_BYTES, 0, 8);
     tier_put16(f + TIER_HEAD_BYTES, 1);
@@ -104,7 +104,7 @@ static void floods(SSL *s, bool is_empty) {
     for (;;) tls_write(s, many, n);
 }
 
-/* Nothing of what request `f` asks for, at nine tenths of the time that it gives. */
+/* Answer request `f` at nine tenths of the time that it gives, with no expert in the answer. */
 static void late(SSL *s, const uint8_t *f) {
     uint8_t reply[256] = {0}, *p = reply + TIER_HEAD_BYTES;
     const uint8_t *q = f + TIER_HEAD_BYTES;
@@ -135,7 +135,8 @@ static void on_request(SSL *s, const uint8_t *f) {
     if (is_mode("endless")) endless(s);
 }
 
-/* Frames of the client: requests are ours, all else goes to the box. Returns what is left of n. */
+/* Handle frames of the client: requests are answered here, other frames go to the box. Returns how
+ * many of the n bytes are left. */
 static size_t from_client(SSL *s, int box, uint8_t *p, size_t n) {
     while (n >= TIER_HEAD_BYTES) {
         size_t all = TIER_HEAD_BYTES + tier_get32(p + 8);
@@ -290,7 +291,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: tls_bad box PORT CERT KEY TARGET_PATH MODE | client PORT MODE\n");
         return 2;
     }
-    setpgid(0, 0); /* whoever ends it ends its children */
+    setpgid(0, 0); /* its children end with it */
     signal(SIGTERM, on_term);
     signal(SIGPIPE, SIG_IGN);
     if (is_box) signal(SIGCHLD, SIG_IGN);
