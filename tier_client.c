@@ -45,6 +45,23 @@ typedef struct {
     uint32_t ie, n, first; /* pairs [first, first + n) of the list */
 } asked;
 
+/* Frames of one connection: one that is sent, those that come. */
+typedef struct {
+    uint8_t *out, *in;
+    size_t n_out, i_out, n_in, i_in, in_cap; /* in: [i_in, n_in) is to be looked at */
+    bool is_behind;                          /* more has come than was looked at so far */
+} box_frames;
+
+/* What a box was worth so far. */
+typedef struct {
+    uint32_t misses, troubles, dials; /* misses: in halves */
+    bool has_served; /* since the connection began           */
+    bool is_doubted; /* its last answer did not come in time: one expert at a time   */
+    uint64_t waste_ns, waste_at_ns; /* time it took for nothing, less what was forgiven; as of then */
+    uint64_t spent_ns;              /* on what came since the question, before it was waited for    */
+    uint32_t n_empty;               /* resident frames without news                                 */
+} box_record;
+
 typedef struct box {
     tier *t;
     char name[280];
@@ -66,18 +83,11 @@ typedef struct box {
     tier_link link;
     uint32_t max_rows, n_held, capacity, n_readable;
     uint8_t *held; /* [n_layers - n_dense][map bytes]      */
-    uint32_t misses, troubles, dials; /* misses: in halves */
-    bool has_served; /* since the connection began           */
+    box_record so_far;
     bool is_sampled; /* its model was compared by samples only */
-    bool is_doubted; /* its last answer did not come in time: one expert at a time   */
-    uint64_t waste_ns, waste_at_ns; /* time it took for nothing, less what was forgiven; as of then */
-    uint64_t spent_ns;              /* on what came since the question, before it was waited for    */
-    uint32_t n_empty;               /* resident frames without news                                 */
     uint32_t n_fills;               /* of the hello                                                 */
 
-    uint8_t *out, *in; /* a frame to send; what has come       */
-    size_t n_out, i_out, n_in, i_in, in_cap; /* in: [i_in, n_in) is to be looked at */
-    bool is_behind;                          /* more has come than was looked at so far */
+    box_frames f;
     bool is_out; /* a request of this layer is unanswered */
     uint64_t id; /* of the last request                  */
     uint32_t il; /* its layer                            */
@@ -131,10 +141,10 @@ static void box_drop_for(box *b, const char *why, uint64_t rest_ns) {
     uint64_t pause;
     b->link.by->close(&b->link);
     b->is_mine = false;
-    b->troubles++;
+    b->so_far.troubles++;
     b->t->stats.lost++;
     if (rest_ns > LAST_PAUSE_MS * 1000000ull) rest_ns = LAST_PAUSE_MS * 1000000ull;
-    pause = pause_ns(b->troubles, LAST_PAUSE_MS);
+    pause = pause_ns(b->so_far.troubles, LAST_PAUSE_MS);
     pthread_mutex_lock(&b->lock);
     b->is_up = false;
     b->retry_ns = clock_ns() + (pause > rest_ns ? pause : rest_ns);
@@ -151,18 +161,18 @@ static const char wasteful[] = "takes more time than it saves";
  * one part in REST. True: it is too much. */
 static bool box_wastes(box *b, uint64_t ns) {
     const tier *t = b->t;
-    uint64_t now = clock_ns(), forgiven = (now - b->waste_at_ns) / REST, most = WASTE_MS * 1000000ull;
-    b->waste_ns = (b->waste_ns > forgiven ? b->waste_ns - forgiven : 0) + ns;
-    b->waste_at_ns = now;
-    if ((b->troubles == 0 || b->has_served) && t->deadline_ns > b->sent_ns)
+    uint64_t now = clock_ns(), forgiven = (now - b->so_far.waste_at_ns) / REST, most = WASTE_MS * 1000000ull;
+    b->so_far.waste_ns = (b->so_far.waste_ns > forgiven ? b->so_far.waste_ns - forgiven : 0) + ns;
+    b->so_far.waste_at_ns = now;
+    if ((b->so_far.troubles == 0 || b->so_far.has_served) && t->deadline_ns > b->sent_ns)
         most += t->deadline_ns - b->sent_ns; /* one answer may come late and empty */
-    return b->waste_ns > most;
+    return b->so_far.waste_ns > most;
 }
 
 /* ... so it is left alone for REST times as long. */
 static void box_drop_wasteful(box *b) {
-    uint64_t waste = b->waste_ns;
-    b->waste_ns = 0;
+    uint64_t waste = b->so_far.waste_ns;
+    b->so_far.waste_ns = 0;
     box_drop_for(b, wasteful, waste < UINT64_MAX / REST ? REST * waste : UINT64_MAX);
 }
 
@@ -170,38 +180,38 @@ static void box_drop_wasteful(box *b) {
 
 /* Send what is left of the frame in `out`. False when the connection is over. */
 static bool box_flush(box *b) {
-    while (b->i_out < b->n_out) {
-        ssize_t n = b->link.by->send(&b->link, b->out + b->i_out, b->n_out - b->i_out);
+    while (b->f.i_out < b->f.n_out) {
+        ssize_t n = b->link.by->send(&b->link, b->f.out + b->f.i_out, b->f.n_out - b->f.i_out);
         if (n == 0) return true;
         if (n < 0) return false;
-        b->i_out += (size_t)n;
+        b->f.i_out += (size_t)n;
     }
-    b->i_out = b->n_out = 0;
+    b->f.i_out = b->f.n_out = 0;
     return true;
 }
 
 static bool box_begin_frame(box *b, enum tier_type type, uint64_t id, size_t n) {
-    b->n_out = tier_seal(b->out, type, id, (uint32_t)n);
-    b->i_out = 0;
+    b->f.n_out = tier_seal(b->f.out, type, id, (uint32_t)n);
+    b->f.i_out = 0;
     return box_flush(b);
 }
 
 /* Take in what has come; NULL, or why the connection is over. */
 static const char *box_fill(box *b) {
-    if (b->i_in > 0) memmove(b->in, b->in + b->i_in, b->n_in - b->i_in);
-    b->n_in -= b->i_in;
-    b->i_in = 0;
-    if (b->n_in == b->in_cap) return NULL; /* a whole frame is there: to be taken first */
-    ssize_t n = b->link.by->recv(&b->link, b->in + b->n_in, b->in_cap - b->n_in);
+    if (b->f.i_in > 0) memmove(b->f.in, b->f.in + b->f.i_in, b->f.n_in - b->f.i_in);
+    b->f.n_in -= b->f.i_in;
+    b->f.i_in = 0;
+    if (b->f.n_in == b->f.in_cap) return NULL; /* a whole frame is there: to be taken first */
+    ssize_t n = b->link.by->recv(&b->link, b->f.in + b->f.n_in, b->f.in_cap - b->f.n_in);
     if (n < 0) return b->link.why;
-    b->n_in += (size_t)n;
+    b->f.n_in += (size_t)n;
     return NULL;
 }
 
 /* The frame at the front of `in`: 1 and its head, 0 not whole yet, -1 and why it is no good. */
 static int box_frame(const box *b, size_t most, tier_head *h, const char **why) {
-    const uint8_t *in = b->in + b->i_in;
-    size_t n = b->n_in - b->i_in;
+    const uint8_t *in = b->f.in + b->f.i_in;
+    size_t n = b->f.n_in - b->f.i_in;
     if (n < TIER_HEAD_BYTES) return 0;
     if ((*why = tier_head_parse(in, h)) != NULL) return -1;
     size_t fit = most ? most : tier_most_bytes(&b->t->m, h->type, false, b->t->max_rows);
@@ -216,12 +226,12 @@ static int box_frame(const box *b, size_t most, tier_head *h, const char **why) 
 }
 
 /* The payload of the frame at the front. */
-static const uint8_t *box_payload(const box *b) { return b->in + b->i_in + TIER_HEAD_BYTES; }
+static const uint8_t *box_payload(const box *b) { return b->f.in + b->f.i_in + TIER_HEAD_BYTES; }
 
 /* The front frame was used. */
 static void box_pop(box *b, const tier_head *h) {
-    b->i_in += TIER_HEAD_BYTES + (size_t)h->n;
-    if (b->i_in == b->n_in) b->i_in = b->n_in = 0;
+    b->f.i_in += TIER_HEAD_BYTES + (size_t)h->n;
+    if (b->f.i_in == b->f.n_in) b->f.i_in = b->f.n_in = 0;
 }
 
 static uint32_t bits(const uint8_t *p, size_t n) {
@@ -246,8 +256,8 @@ static const char *box_take_resident(box *b, const uint8_t *p, size_t n) {
         why = tier_resident_parse(m, p, one, b->held);
         if (!why) b->n_held += bits(held, map) - before;
     }
-    b->n_empty = has_news ? 0 : b->n_empty + 1;
-    return !why && b->n_empty > EMPTY_NEWS ? "news without end, and nothing new" : why;
+    b->so_far.n_empty = has_news ? 0 : b->so_far.n_empty + 1;
+    return !why && b->so_far.n_empty > EMPTY_NEWS ? "news without end, and nothing new" : why;
 }
 
 /* ==== 3. One layer =================================================================== */
@@ -277,9 +287,9 @@ static void box_settle(box *b, const uint8_t *served, tier_settled_fn fn, void *
 static void box_miss(box *b) {
     uint64_t took = clock_ns() - b->sent_ns;
     b->t->stats.late++;
-    b->is_doubted = true;
-    b->misses += 2;
-    if (b->misses >= (b->troubles > 0 && !b->has_served ? 2 : 2 * MISSES))
+    b->so_far.is_doubted = true;
+    b->so_far.misses += 2;
+    if (b->so_far.misses >= (b->so_far.troubles > 0 && !b->so_far.has_served ? 2 : 2 * MISSES))
         box_drop_for(b, "does not answer in time", took < UINT64_MAX / REST ? REST * took : 0);
 }
 
@@ -307,17 +317,17 @@ static bool box_answered(box *b, uint32_t n_served) {
     uint64_t waited = since == 0 ? 0 : now - (since > b->sent_ns ? since : b->sent_ns);
     uint32_t n_missing = b->n_list - n_served;
     if (n_served > 0 || n_missing == 0) {
-        b->misses -= b->misses > 0;
-        b->is_doubted = false;
+        b->so_far.misses -= b->so_far.misses > 0;
+        b->so_far.is_doubted = false;
     }
     if (n_served > 0) {
         b->usual_ns = b->usual_ns > 0 ? 0.8 * b->usual_ns + 0.2 * ns : ns;
-        b->troubles = 0;
-        b->has_served = true;
-        b->n_empty = 0;
+        b->so_far.troubles = 0;
+        b->so_far.has_served = true;
+        b->so_far.n_empty = 0;
     }
     if (n_missing == 0) return false;
-    return box_wastes(b, (waited + b->spent_ns) / b->n_list * n_missing);
+    return box_wastes(b, (waited + b->so_far.spent_ns) / b->n_list * n_missing);
 }
 
 /* NULL and the sums added to Q, or why the answer is not believed. */
@@ -380,7 +390,7 @@ static const char *box_digest(box *b, const tier_head *h, uint64_t start, int64_
 static void box_took(box *b, uint64_t start) {
     uint64_t took = clock_ns() - start;
     if (b->is_out)
-        b->spent_ns += b->t->wait_ns == 0 ? took : 0;
+        b->so_far.spent_ns += b->t->wait_ns == 0 ? took : 0;
     else if (box_wastes(b, took))
         box_drop_wasteful(b);
 }
@@ -397,19 +407,19 @@ static void box_pump(box *b, int64_t *Q, tier_settled_fn fn, void *user) {
     while (!why) {
         uint64_t start = clock_ns();
         int rc = box_frame(b, 0, &h, &why);
-        b->is_behind = (rc > 0 && (n_frames >= FRAMES_AT_ONCE || n_bytes > b->in_cap)) ||
+        b->f.is_behind = (rc > 0 && (n_frames >= FRAMES_AT_ONCE || n_bytes > b->f.in_cap)) ||
                        (rc == 0 && n_fills >= FILLS_AT_ONCE);
-        if (b->is_behind) break;
+        if (b->f.is_behind) break;
         n_frames++;
         n_bytes += rc > 0 ? h.n : 0;
         if (rc > 0 && !(why = box_digest(b, &h, start, Q, fn, user))) box_pop(b, &h);
         if (rc < 0 || (rc > 0 && why && why != wasteful && strcmp(why, "said goodbye") != 0))
             b->t->stats.refused++;
         if (rc != 0) continue;
-        size_t before = b->n_in - b->i_in;
+        size_t before = b->f.n_in - b->f.i_in;
         why = box_fill(b);
         n_fills++;
-        if (!why && b->n_in == before) break;
+        if (!why && b->f.n_in == before) break;
     }
     if (!why && (n_frames > 0 || n_fills > 1 || b->link.holds) && was_out == b->is_out)
         box_took(b, begin);
@@ -422,7 +432,7 @@ static void box_pump(box *b, int64_t *Q, tier_settled_fn fn, void *user) {
 }
 
 static void box_send_wishes(box *b) {
-    uint8_t *p = b->out + TIER_HEAD_BYTES;
+    uint8_t *p = b->f.out + TIER_HEAD_BYTES;
     for (uint32_t i = 0; i < b->n_wishes; i++) {
         tier_put16(p + 4 * i, b->wish[i][0]);
         tier_put16(p + 4 * i + 2, b->wish[i][1]);
@@ -446,8 +456,8 @@ void tier_begin(tier *t) {
         b->twin = NULL;
         b->n_list = b->n_pairs = 0;
         if (b->is_mine) box_pump(b, NULL, NULL, NULL);
-        if (b->is_mine && b->n_out > 0) box_miss(b); /* it does not even read */
-        if (b->is_mine && b->n_out == 0 && b->n_wishes > 0 && (is_time || b->n_wishes >= 64)) {
+        if (b->is_mine && b->f.n_out > 0) box_miss(b); /* it does not even read */
+        if (b->is_mine && b->f.n_out == 0 && b->n_wishes > 0 && (is_time || b->n_wishes >= 64)) {
             box_send_wishes(b);
             t->wished_ns = now;
         }
@@ -457,7 +467,7 @@ void tier_begin(tier *t) {
 static bool box_has(const box *b, uint32_t il, uint32_t ie) {
     const tier_model *m = &b->t->m;
     const uint8_t *map = b->held + (size_t)(il - m->n_dense) * tier_map_bytes(m->n_experts);
-    return b->is_mine && b->n_out == 0 && (map[ie / 8] >> ie % 8 & 1);
+    return b->is_mine && b->f.n_out == 0 && (map[ie / 8] >> ie % 8 & 1);
 }
 
 bool tier_has(const tier *t, uint32_t il, uint32_t ie) {
@@ -471,7 +481,7 @@ bool tier_ask(tier *t, uint32_t il, uint32_t ie, uint32_t n, const uint32_t *row
     for (uint32_t i = 0; i < t->n_boxes; i++) { /* the one with the least to do */
         box *c = &t->boxes[i];
         if (!box_has(c, il, ie) || row[n - 1] >= c->max_rows) continue;
-        if (c->is_doubted && c->n_list > 0) continue;
+        if (c->so_far.is_doubted && c->n_list > 0) continue;
         if (!b || c->n_pairs < b->n_pairs) b = c;
     }
     if (!b || b->n_pairs + n > t->max_rows * t->m.top_k) return false;
@@ -507,7 +517,7 @@ void tier_wish(tier *t, uint32_t il, uint32_t ie) {
 /* Write the request that a box's list stands for. Returns the bytes of its payload. */
 static size_t box_write_request(box *b, const float *z, uint32_t wait_us) {
     size_t lat = b->t->m.latent;
-    uint8_t *p = b->out + TIER_HEAD_BYTES, *to = p + TIER_FIXED_BYTES;
+    uint8_t *p = b->f.out + TIER_HEAD_BYTES, *to = p + TIER_FIXED_BYTES;
     b->n_rows = 0;
     for (uint32_t t = 0; t < b->t->max_rows; t++) {
         if (b->place[t] == UINT32_MAX) continue;
@@ -546,16 +556,16 @@ static void box_ask(box *b, uint64_t now) {
     b->is_second = false;
     b->id = t->next_id++;
     b->sent_ns = now;
-    b->spent_ns = 0;
+    b->so_far.spent_ns = 0;
     b->hedge_ns = now + (usual > 0 && usual < (double)wait / 2 ? (uint64_t)usual : wait / 2);
     if (!b->is_mine) return;
     size_t n =
         box_write_request(b, t->z, wait / 1000 < UINT32_MAX ? (uint32_t)(wait / 1000) : UINT32_MAX);
-    b->n_out = tier_seal(b->out, TIER_REQUEST, b->id, (uint32_t)n);
-    b->i_out = 0;
+    b->f.n_out = tier_seal(b->f.out, TIER_REQUEST, b->id, (uint32_t)n);
+    b->f.i_out = 0;
     uint64_t packed = clock_ns();
     bool is_ok = box_flush(b);
-    while (is_ok && b->n_out > 0 && clock_ns() - now < wait / 8) { /* a long frame */
+    while (is_ok && b->f.n_out > 0 && clock_ns() - now < wait / 8) { /* a long frame */
         sleep_on(&(struct pollfd){.fd = b->link.fd, .events = POLLOUT}, 1, wait / 32);
         is_ok = box_flush(b);
     }
@@ -579,7 +589,7 @@ void tier_ping(tier *t, uint64_t deadline_ns) {
     t->stats.pack_ns = t->stats.send_ns = 0;
     for (uint32_t i = 0; i < t->n_boxes; i++) {
         box *b = &t->boxes[i];
-        if (!b->is_mine || b->n_out > 0) continue;
+        if (!b->is_mine || b->f.n_out > 0) continue;
         memset(b->place, 0xff, t->max_rows * sizeof *b->place);
         b->n_list = b->n_pairs = 0;
         b->il = t->m.n_dense;
@@ -589,7 +599,7 @@ void tier_ping(tier *t, uint64_t deadline_ns) {
 
 /* Can this box be asked b's question? It must have nothing to do and hold all of it. */
 static bool box_can_second(const box *c, const box *b) {
-    if (c == b || !c->is_mine || c->is_out || c->is_doubted) return false;
+    if (c == b || !c->is_mine || c->is_out || c->so_far.is_doubted) return false;
     if (c->max_rows < b->max_rows) return false;
     for (uint32_t x = 0; x < b->n_list; x++)
         if (!box_has(c, b->il, b->list[x].ie)) return false;
@@ -656,10 +666,10 @@ uint32_t tier_join(tier *t, bool waits, int64_t *Q, size_t apart, tier_settled_f
             box *b = &t->boxes[i];
             if (!b->is_out) continue;
             if (!b->twin || b->is_second) n_out += b->n_list;
-            is_behind = is_behind || b->is_behind;
+            is_behind = is_behind || b->f.is_behind;
             if (t->is_hedging && b->hedge_ns < next) next = b->hedge_ns;
             fds[n_fds++] = (struct pollfd){
-                .fd = b->link.fd, .events = (short)(POLLIN | (b->n_out > 0 ? POLLOUT : 0))};
+                .fd = b->link.fd, .events = (short)(POLLIN | (b->f.n_out > 0 ? POLLOUT : 0))};
         }
         if (n_fds == 0) return 0;
         now = clock_ns();
@@ -678,12 +688,12 @@ uint32_t tier_join(tier *t, bool waits, int64_t *Q, size_t apart, tier_settled_f
 
 bool tier_figures(tier *t, uint64_t *out, uint64_t deadline_ns) {
     box *b = &t->boxes[0];
-    if (!b->is_mine || b->n_out > 0) return false;
+    if (!b->is_mine || b->f.n_out > 0) return false;
     b->figures = out;
     if (!box_begin_frame(b, TIER_STATS, 0, 0)) box_drop(b, "the connection broke");
     while (b->is_mine && b->figures && clock_ns() < deadline_ns) {
         box_pump(b, NULL, NULL, NULL);
-        if (b->is_mine && b->figures && !b->is_behind)
+        if (b->is_mine && b->figures && !b->f.is_behind)
             sleep_on(&(struct pollfd){.fd = b->link.fd, .events = POLLIN}, 1, 1000000);
     }
     bool has = b->figures == NULL;
@@ -719,9 +729,9 @@ static const char *hello_fill(box *b) {
 static const char *hello_turn(box *b, uint64_t until_ns, size_t most, tier_head *h) {
     const char *why = NULL;
     int rc;
-    while (b->n_out > 0) {
+    while (b->f.n_out > 0) {
         if (!box_flush(b)) return (why = hello_fill(b)) ? why : b->link.why; /* its last words */
-        if (b->n_out > 0 && !tier_link_wait(&b->link, POLLOUT, until_ns, box_is_stopping, b))
+        if (b->f.n_out > 0 && !tier_link_wait(&b->link, POLLOUT, until_ns, box_is_stopping, b))
             return "no answer";
     }
     while ((rc = box_frame(b, most, h, &why)) == 0) {
@@ -738,11 +748,11 @@ static const char *hello_prove(box *b, tier_talk *talk, uint64_t until_ns, bool 
                                tier_head *h) {
     const char *why = tier_link_binding(&b->link, talk->binding);
     if (!why)
-        why = tier_answer(&b->key, talk, box_payload(b), h->n, b->out + TIER_HEAD_BYTES);
+        why = tier_answer(&b->key, talk, box_payload(b), h->n, b->f.out + TIER_HEAD_BYTES);
     if (why) return why;
     box_pop(b, h);
-    b->n_out = tier_seal(b->out, TIER_PROOF, 0, TIER_PROOF_BYTES);
-    b->i_out = 0;
+    b->f.n_out = tier_seal(b->f.out, TIER_PROOF, 0, TIER_PROOF_BYTES);
+    b->f.i_out = 0;
     if ((why = hello_turn(b, until_ns, TIER_MAX_EARLY, h)) != NULL || h->type != TIER_PROOF)
         return why;
     if ((why = tier_believe(&b->key, talk, box_payload(b), h->n)) != NULL) return why;
@@ -784,10 +794,10 @@ static const char *hello(box *b, char *text, size_t cap) {
     tier_head h;
     if (!tier_nonce(nonce)) return "no random bytes";
     tier_hello_pack(talk.hello, m, TIER_ASKS, nonce);
-    memcpy(b->out + TIER_HEAD_BYTES, talk.hello, sizeof talk.hello);
-    b->n_in = b->i_in = b->i_out = 0;
-    b->n_fills = b->n_empty = 0;
-    b->n_out = tier_seal(b->out, TIER_HELLO, 0, sizeof talk.hello);
+    memcpy(b->f.out + TIER_HEAD_BYTES, talk.hello, sizeof talk.hello);
+    b->f.n_in = b->f.i_in = b->f.i_out = 0;
+    b->n_fills = b->so_far.n_empty = 0;
+    b->f.n_out = tier_seal(b->f.out, TIER_HELLO, 0, sizeof talk.hello);
     if ((why = hello_turn(b, until, TIER_MAX_EARLY, &h)) != NULL)
         return strcmp(why, "closed the connection") == 0
                    ? "closed the connection at the hello: an older k3-tier does, and what is none; install "
@@ -819,10 +829,10 @@ static bool box_try(box *b) {
         b->link.by->close(&b->link);
     bool is_up = is_there && !why;
     is_there = is_there || b->link.was_there;
-    b->dials = is_up ? 0 : b->dials + 1;
-    b->misses = 0;
-    b->has_served = false;
-    b->is_doubted = b->troubles > 0;
+    b->so_far.dials = is_up ? 0 : b->so_far.dials + 1;
+    b->so_far.misses = 0;
+    b->so_far.has_served = false;
+    b->so_far.is_doubted = b->so_far.troubles > 0;
     pthread_mutex_lock(&b->lock);
     b->is_up = is_up;
     b->has_tried = true;
@@ -834,10 +844,10 @@ static bool box_try(box *b) {
                                         "`k3 verify --write-sums` there"
                                       : "; its model was compared by samples only, since ours has no "
                                         "sums: `k3 verify --write-sums`");
-    else if (b->dials == 1 && !b->is_stopping)
+    else if (b->so_far.dials == 1 && !b->is_stopping)
         box_say(b, "%s; trying again in the background", why);
     b->retry_ns =
-        clock_ns() + pause_ns(b->dials ? b->dials : 1, is_there ? LAST_PAUSE_MS : LAST_DIAL_MS);
+        clock_ns() + pause_ns(b->so_far.dials ? b->so_far.dials : 1, is_there ? LAST_PAUSE_MS : LAST_DIAL_MS);
     pthread_mutex_unlock(&b->lock);
     return is_up;
 }
@@ -879,9 +889,9 @@ static void box_carve(box *b, uint8_t *base, uint64_t *used, const tier_model *m
            out = tier_most_bytes(m, TIER_REQUEST, true, rows);
     if (most < resident) most = resident;
     if (out < TIER_MAX_WISHES * 4) out = TIER_MAX_WISHES * 4;
-    b->in_cap = TIER_HEAD_BYTES + most;
-    b->in = carve(base, used, b->in_cap, 1);
-    b->out = carve(base, used, TIER_HEAD_BYTES + out, 1);
+    b->f.in_cap = TIER_HEAD_BYTES + most;
+    b->f.in = carve(base, used, b->f.in_cap, 1);
+    b->f.out = carve(base, used, TIER_HEAD_BYTES + out, 1);
     b->held = carve(base, used, n_moe, tier_map_bytes(m->n_experts));
     b->list = carve(base, used, m->n_experts, sizeof *b->list);
     b->row = carve(base, used, pairs, sizeof *b->row);
@@ -1017,7 +1027,7 @@ void tier_close(tier *t) {
     for (uint32_t i = 0; i < t->n_boxes; i++) {
         box *b = &t->boxes[i];
         pthread_join(b->thread, NULL);
-        if (b->is_up && b->n_out == 0) box_begin_frame(b, TIER_GOODBYE, 0, 0);
+        if (b->is_up && b->f.n_out == 0) box_begin_frame(b, TIER_GOODBYE, 0, 0);
         if (b->is_up) b->link.by->close(&b->link);
         pthread_mutex_destroy(&b->lock);
         pthread_cond_destroy(&b->changed);

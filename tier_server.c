@@ -236,6 +236,16 @@ typedef struct {
     bool is_insecure, is_metrics_insecure, no_fill, has_gpu;
 } options;
 
+/* Memory for one request (section 5). */
+typedef struct {
+    float *zp, *zpair, *hpair, *local;
+    uint64_t local_floats;
+    item *items;
+    expert_task **batch;
+    uint32_t *pair_row;
+    float *pair_w;
+} request_mem;
+
 typedef struct {
     options o;
     k3_engine *e, *part; /* the model, the slice; NULL: none                      */
@@ -252,12 +262,7 @@ typedef struct {
     uint32_t n_moe, n_threads;
     k3_pool *pool; /* of n_threads */
 
-    float *zp, *zpair, *hpair, *local; /* section 5 */
-    uint64_t local_floats;
-    item *items;
-    expert_task **batch;
-    uint32_t *pair_row;
-    float *pair_w;
+    request_mem mem;
     gpu *gpu; /* NULL: none; turned off it stays open until the end */
     gpu_item *gpu_items;
     uint8_t *gpu_bad;
@@ -716,13 +721,13 @@ static void average(float *mean, uint64_t ns, uint32_t n_pairs) {
 static void vram_share(server *s, uint32_t n_items) {
     uint32_t n_gpu = 0, n_cpu = 0;
     for (uint32_t x = 0; x < n_items; x++) {
-        item *it = &s->items[x];
+        item *it = &s->mem.items[x];
         it->on_gpu = it->i_vram != NONE;
         n_gpu += it->on_gpu ? it->task.n : 0;
         n_cpu += !it->on_gpu && it->i_slot != NONE ? it->task.n : 0;
     }
     for (uint32_t x = 0; x < n_items && s->gpu_time.n > 0 && s->cpu_ns > 0; x++) {
-        item *it = &s->items[x];
+        item *it = &s->mem.items[x];
         if (!it->on_gpu || it->i_slot == NONE || n_gpu == it->task.n || /* it would never be measured */
             s->cpu_ns * (float)(n_cpu + it->task.n) >= trend_at(&s->gpu_time, (float)(n_gpu - it->task.n)))
             continue;
@@ -737,11 +742,11 @@ static uint32_t vram_begin(server *s, const tier_request *r, const float *z) {
     char why[512];
     uint32_t n = 0;
     for (uint32_t x = 0; x < r->n_experts; x++) {
-        const item *it = &s->items[x];
+        const item *it = &s->mem.items[x];
         if (it->on_gpu && !it->is_bad)
             s->gpu_items[n++] = (gpu_item){(uint32_t)it->i_vram, it->task.first, it->task.n};
     }
-    if (n == 0 || gpu_begin(s->gpu, z, r->n_rows, s->gpu_items, n, s->pair_row, s->pair_w,
+    if (n == 0 || gpu_begin(s->gpu, z, r->n_rows, s->gpu_items, n, s->mem.pair_row, s->mem.pair_w,
                             r->n_pairs, why, sizeof why) == 0)
         return n;
     vram_off(s, why);
@@ -757,10 +762,10 @@ static bool vram_end(server *s, const tier_request *r, const float *z, int64_t *
         if (n_bad < 0) vram_off(s, why);
         if (n_bad <= 0) return n_bad == 0;
         for (uint32_t x = 0, i = 0; x < r->n_experts; x++)
-            if (s->items[x].on_gpu && !s->items[x].is_bad) s->items[x].is_bad = s->gpu_bad[i++];
+            if (s->mem.items[x].on_gpu && !s->mem.items[x].is_bad) s->mem.items[x].is_bad = s->gpu_bad[i++];
         bool is_any = false;
         for (uint32_t x = 0; x < r->n_experts; x++)
-            is_any = is_any || (s->items[x].on_gpu && !s->items[x].is_bad);
+            is_any = is_any || (s->mem.items[x].on_gpu && !s->mem.items[x].is_bad);
         if (vram_begin(s, r, z) == 0) return !is_any;
     }
 }
@@ -779,28 +784,28 @@ static bool compute_sum(server *s, const float *z, uint32_t n_rows, uint32_t n_i
                               .n_threads = (int)s->n_threads,
                               .n_rows = n_rows,
                               .z = z,
-                              .zp = s->zp,
-                              .pair_row = s->pair_row,
-                              .pair_w = s->pair_w,
+                              .zp = s->mem.zp,
+                              .pair_row = s->mem.pair_row,
+                              .pair_w = s->mem.pair_w,
                               .Q = Q,
-                              .zpair = s->zpair,
-                              .hpair = s->hpair,
-                              .local = s->local,
-                              .local_floats = s->local_floats};
+                              .zpair = s->mem.zpair,
+                              .hpair = s->mem.hpair,
+                              .local = s->mem.local,
+                              .local_floats = s->mem.local_floats};
     memset(Q, 0, n_rows * s->math.latent * sizeof *Q);
     for (uint32_t x = 0; x < n_items;) {
         uint32_t n_batch = 0, n_pairs = 0;
-        for (; x < n_items && n_pairs + s->items[x].task.n <= BATCH_PAIRS; x++) {
-            item *it = &s->items[x];
+        for (; x < n_items && n_pairs + s->mem.items[x].task.n <= BATCH_PAIRS; x++) {
+            item *it = &s->mem.items[x];
             if (it->i_slot == NONE || it->is_bad || it->on_gpu) continue;
             it->task.at = n_pairs;
             n_pairs += it->task.n;
-            s->batch[n_batch++] = &it->task;
+            s->mem.batch[n_batch++] = &it->task;
         }
-        if (n_batch > 0) experts_batch(&all, s->batch, n_batch);
+        if (n_batch > 0) experts_batch(&all, s->mem.batch, n_batch);
     }
     for (uint32_t x = 0; x < n_items; x++) {
-        item *it = &s->items[x];
+        item *it = &s->mem.items[x];
         it->is_bad = it->is_bad || it->task.bad_row != UINT64_MAX;
         is_good = is_good && !it->is_bad;
     }
@@ -809,7 +814,7 @@ static bool compute_sum(server *s, const float *z, uint32_t n_rows, uint32_t n_i
 
 /* The same, once more without what went bad in it. */
 static void compute_cpu(server *s, const tier_request *r, const float *z, int64_t *Q) {
-    if (r->n_rows == 1) s->math.k->pack(s->zp, 1, 0, z, s->math.latent);
+    if (r->n_rows == 1) s->math.k->pack(s->mem.zp, 1, 0, z, s->math.latent);
     if (!compute_sum(s, z, r->n_rows, r->n_experts, Q))
         compute_sum(s, z, r->n_rows, r->n_experts, Q);
 }
@@ -821,7 +826,7 @@ static void compute_both(server *s, const tier_request *r, const float *z, int64
     bool is_on = vram_begin(s, r, z) > 0;
     uint64_t start = clock_ns(), took_ns = 0;
     for (uint32_t x = 0; x < r->n_experts; x++) {
-        item *it = &s->items[x];
+        item *it = &s->mem.items[x];
         it->on_gpu = it->on_gpu && is_on;
         n_gpu += it->on_gpu ? it->task.n : 0;
         n_cpu += !it->on_gpu && it->i_slot != NONE ? it->task.n : 0;
@@ -832,7 +837,7 @@ static void compute_both(server *s, const tier_request *r, const float *z, int64
     is_on = vram_end(s, r, z, Q, &took_ns);
     if (is_on) trend_add(&s->gpu_time, (float)n_gpu, (float)took_ns);
     if (is_on) return;
-    for (uint32_t x = 0; x < r->n_experts; x++) s->items[x].on_gpu = false;
+    for (uint32_t x = 0; x < r->n_experts; x++) s->mem.items[x].on_gpu = false;
     compute_cpu(s, r, z, Q); /* all over again, of what is here */
 }
 
@@ -844,7 +849,7 @@ static size_t compute_request(server *s, const tier_request *r, const float *z, 
     int64_t *Q = (int64_t *)(void *)(served + tier_served_bytes(r->n_experts));
     memset(p, 0, TIER_FIXED_BYTES + tier_served_bytes(r->n_experts));
     for (uint32_t x = 0; x < r->n_experts; x++) {
-        item *it = &s->items[x];
+        item *it = &s->mem.items[x];
         *it = (item){.ie = tier_get16(r->experts + 4 * x),
                      .task = {.n = tier_get16(r->experts + 4 * x + 2),
                               .first = first,
@@ -854,13 +859,13 @@ static size_t compute_request(server *s, const tier_request *r, const float *z, 
         first += it->task.n;
         n_here += !is_stale && store_pin(s, r->il, it);
     }
-    for (uint32_t i = 0; i < r->n_pairs; i++) s->pair_row[i] = tier_get16(r->rows + 2 * i);
-    memcpy(s->pair_w, r->weights, r->n_pairs * sizeof *s->pair_w);
+    for (uint32_t i = 0; i < r->n_pairs; i++) s->mem.pair_row[i] = tier_get16(r->rows + 2 * i);
+    memcpy(s->mem.pair_w, r->weights, r->n_pairs * sizeof *s->mem.pair_w);
     if (n_here > 0) compute_both(s, r, z, Q);
-    store_unpin(s, s->items, r->n_experts);
+    store_unpin(s, s->mem.items, r->n_experts);
     n_here = 0;
     for (uint32_t x = 0; x < r->n_experts; x++) {
-        const item *it = &s->items[x];
+        const item *it = &s->mem.items[x];
         bool is_in = (it->i_slot != NONE || it->on_gpu) && !it->is_bad;
         served[x / 8] |= (uint8_t)(is_in << x % 8);
         n_here += is_in;
@@ -2567,8 +2572,8 @@ static int memory_plan(server *s) {
                       tier_most_bytes(&s->m, TIER_REPLY, false, TIER_MAX_ROWS) + 65536,
              stager = TIER_MAX_PIECE + tier_resident_bytes(&s->m, s->n_moe) + 8192,
              scratch = (BATCH_PAIRS * (lat + s->m.inter) + lat) * sizeof(float) +
-                       s->n_threads * s->local_floats * sizeof(float) +
-                       pairs * (sizeof *s->pair_row + sizeof *s->pair_w) +
+                       s->n_threads * s->mem.local_floats * sizeof(float) +
+                       pairs * (sizeof *s->mem.pair_row + sizeof *s->mem.pair_w) +
                        s->m.n_experts * (sizeof(item) + sizeof(expert_task *)),
              tls = s->tls ? TLS_SHARED_BYTES + TIER_TLS_BYTES * (s->o.clients + MAX_STATUS) : 0,
              fixed = OVERHEAD_BYTES + n * memory_tables(s) + client * s->o.clients +
@@ -2599,18 +2604,18 @@ static int memory_take(server *s) {
     st->sum = calloc(n, sizeof *st->sum);
     st->held = calloc(s->n_moe, tier_map_bytes(s->m.n_experts));
     st->version = calloc(s->n_moe, sizeof *st->version);
-    s->zp = take(lat, sizeof(float));
-    s->zpair = take(BATCH_PAIRS * lat, sizeof(float));
-    s->hpair = take(BATCH_PAIRS * (size_t)s->m.inter, sizeof(float));
-    s->local = take(s->n_threads * s->local_floats, sizeof(float));
-    s->items = calloc(s->m.n_experts, sizeof *s->items);
-    s->batch = calloc(s->m.n_experts, sizeof(expert_task *));
-    s->pair_row = calloc(pairs, sizeof *s->pair_row);
-    s->pair_w = calloc(pairs, sizeof *s->pair_w);
+    s->mem.zp = take(lat, sizeof(float));
+    s->mem.zpair = take(BATCH_PAIRS * lat, sizeof(float));
+    s->mem.hpair = take(BATCH_PAIRS * (size_t)s->m.inter, sizeof(float));
+    s->mem.local = take(s->n_threads * s->mem.local_floats, sizeof(float));
+    s->mem.items = calloc(s->m.n_experts, sizeof *s->mem.items);
+    s->mem.batch = calloc(s->m.n_experts, sizeof(expert_task *));
+    s->mem.pair_row = calloc(pairs, sizeof *s->mem.pair_row);
+    s->mem.pair_w = calloc(pairs, sizeof *s->mem.pair_w);
     if (!s->pool) s->pool = pool_open((int)s->n_threads);
     if (!st->bytes || !st->slots || !st->free || !st->pins || !st->slot_of || !st->vram_of ||
-        !st->heat || !st->is_coming || !st->is_written || !st->sum || !st->held || !st->version || !s->zp ||
-        !s->zpair || !s->hpair || !s->local || !s->items || !s->batch || !s->pair_row || !s->pair_w ||
+        !st->heat || !st->is_coming || !st->is_written || !st->sum || !st->held || !st->version || !s->mem.zp ||
+        !s->mem.zpair || !s->mem.hpair || !s->mem.local || !s->mem.items || !s->mem.batch || !s->mem.pair_row || !s->mem.pair_w ||
         !s->pool)
         return fail(FAIL_IO, "out of memory for %u experts", st->n_slots);
     return DONE;
@@ -2624,7 +2629,7 @@ static int memory_open(server *s) {
     for (int k = 0; k < 2; k++)
         if (from[k] && st->slot_bytes < k3_expert_room(from[k]))
             st->slot_bytes = k3_expert_room(from[k]);
-    s->local_floats = 2 * (size_t)TIER_MAX_ROWS * ROW_TILE;
+    s->mem.local_floats = 2 * (size_t)TIER_MAX_ROWS * ROW_TILE;
     int rc = memory_plan(s);
     if (rc == DONE) rc = memory_take(s);
     if (rc != DONE) return rc;
@@ -2925,13 +2930,13 @@ static void memory_close(server *s) {
         void *p;
         size_t n;
     } region[] = {{st->bytes, st->n_slots * st->slot_bytes},
-                  {s->zp, s->m.latent * sizeof(float)},
-                  {s->zpair, BATCH_PAIRS * (size_t)s->m.latent * sizeof(float)},
-                  {s->hpair, BATCH_PAIRS * (size_t)s->m.inter * sizeof(float)},
-                  {s->local, s->n_threads * s->local_floats * sizeof(float)}};
+                  {s->mem.zp, s->m.latent * sizeof(float)},
+                  {s->mem.zpair, BATCH_PAIRS * (size_t)s->m.latent * sizeof(float)},
+                  {s->mem.hpair, BATCH_PAIRS * (size_t)s->m.inter * sizeof(float)},
+                  {s->mem.local, s->n_threads * s->mem.local_floats * sizeof(float)}};
     void *block[] = {st->slots,      st->free,     st->pins,    st->slot_of, st->heat,
-                     st->is_coming,  st->held,     st->version, st->order,   s->items,
-                     st->is_written, s->batch,     s->pair_row, s->pair_w,   st->vram_of,
+                     st->is_coming,  st->held,     st->version, st->order,   s->mem.items,
+                     st->is_written, s->mem.batch,     s->mem.pair_row, s->mem.pair_w,   st->vram_of,
                      st->vram,       s->gpu_items, s->gpu_bad,  st->sum};
     pthread_mutex_lock(&st->lock); /* the thread that fills VRAM may be at work */
     bool had_vram = st->has_vram;
@@ -2942,7 +2947,7 @@ static void memory_close(server *s) {
         if (region[i].p) munmap(region[i].p, region[i].n + 1);
     for (size_t i = 0; i < COUNT(block); i++) free(block[i]);
     st->bytes = NULL;
-    s->zp = s->zpair = s->hpair = s->local = NULL;
+    s->mem.zp = s->mem.zpair = s->mem.hpair = s->mem.local = NULL;
     st->slots = NULL;
     st->free = st->pins = st->order = st->version = NULL;
     st->slot_of = st->vram_of = NULL;
@@ -2957,10 +2962,10 @@ static void memory_close(server *s) {
     st->heat = NULL;
     st->is_coming = st->is_written = st->held = NULL;
     st->sum = NULL;
-    s->items = NULL;
-    s->batch = NULL;
-    s->pair_row = NULL;
-    s->pair_w = NULL;
+    s->mem.items = NULL;
+    s->mem.batch = NULL;
+    s->mem.pair_row = NULL;
+    s->mem.pair_w = NULL;
     st->n_slots = st->n_free = st->n_readable = st->n_order = 0;
 }
 

@@ -148,7 +148,7 @@ static int chat_json(chat *c, const buf *line) {
     if (why) return complain(c, FAIL_USAGE, "this line is no JSON: column %zu: %s", at + 1, why);
     const char *command = json_string(root, "command");
     int rc = DONE, status = K3_OK;
-    c->streams = false;
+    c->out.streams = false;
     if (command && json_object_object_length(root) == 1) {
         rc = chat_command_run(c, command);
     } else if (json_equals(json_field(root, "role"), "system")) {
@@ -156,7 +156,7 @@ static int chat_json(chat *c, const buf *line) {
     } else if ((status = request_messages(root, &messages, &err)) < 0) {
         rc = complain_status(c, status, &err);
     } else if (is_request(root)) {
-        c->streams = json_object_get_boolean(json_field(root, "stream"));
+        c->out.streams = json_object_get_boolean(json_field(root, "stream"));
         rc = chat_whole(c, messages, root);
     } else {
         rc = chat_turn(c, messages);
@@ -436,10 +436,10 @@ void chat_settings(chat *c, const cli_args *a) {
     if (a->chat.system) buf_add_valid(&c->system, a->chat.system, strlen(a->chat.system));
     c->is_terminal = !a->json && isatty(STDIN_FILENO) == 1 &&
                      (isatty(STDOUT_FILENO) == 1 || isatty(STDERR_FILENO) == 1);
-    c->is_screen = !a->json && isatty(STDOUT_FILENO) == 1;
-    c->has_color =
-        c->is_terminal && c->is_screen && terminal && *terminal && strcmp(terminal, "dumb") != 0;
-    c->hides_think = a->chat.hide_think;
+    c->out.is_screen = !a->json && isatty(STDOUT_FILENO) == 1;
+    c->out.has_color =
+        c->is_terminal && c->out.is_screen && terminal && *terminal && strcmp(terminal, "dumb") != 0;
+    c->out.hides_think = a->chat.hide_think;
     console_init(&c->con, a->quiet);
 }
 

@@ -109,13 +109,13 @@ static int command_think(chat *c, const char *arg) {
         return complain(c, FAIL_USAGE, "/think '%.*s': not on, off, show or hide",
                         text_cut(arg, 40), arg);
     if (i < 2) c->render.thinks = i == 0;
-    if (i == 2 || i == 3) c->hides_think = i == 3;
+    if (i == 2 || i == 3) c->out.hides_think = i == 3;
     int rc =
         i < 2 && before != c->render.thinks ? chat_set_render(c, before, c->render.effort) : DONE;
     if (rc != DONE) return rc;
     if (i < 2) chat_own_settings(c);
     tell(c, "(thinking is %s, and %s%s)", c->render.thinks ? "on" : "off",
-         c->hides_think ? "hidden" : "shown",
+         c->out.hides_think ? "hidden" : "shown",
          i < 2 && c->n_turn ? "; earlier turns stay as they were" : "");
     if (i == 0) tell_again(c);
     return DONE;
@@ -538,7 +538,7 @@ static int command_stats(chat *c, const char *arg) {
     while (n_free < c->n_turn && turn_is_free(c, &c->turns[c->n_turn - 1 - n_free])) n_free++;
     tell(c, "context   %zu of %llu positions, %zu turns; %zu can be undone at once", c->n,
          (unsigned long long)k3_session_context(c->s), c->n_turn, n_free);
-    if (c->why && *c->why) tell_rates(c);
+    if (c->last.why && *c->last.why) tell_rates(c);
     tell(c, "experts   %llu used, %.1f %% in memory when wanted",
          (unsigned long long)st.expert_uses, percent(st.expert_hits, st.expert_uses));
     tell(c, "disk      %s read since the start; %.1f s of %.1f s computing spent waiting for it",

@@ -442,9 +442,9 @@ static int edit_terminal_line(chat *c, buf *line) {
         return edit_plain_line(in, line);
     }
     edit_resize(in);
-    if (c->has_color) fputs("\033[?2004h", stderr); /* pastes come in brackets */
+    if (c->out.has_color) fputs("\033[?2004h", stderr); /* pastes come in brackets */
     text = el_gets(in->el, &n);
-    if (c->has_color) fputs("\033[?2004l", stderr);
+    if (c->out.has_color) fputs("\033[?2004l", stderr);
     if (interrupted) {
         el_reset(in->el);
         return LINE_STOPPED;

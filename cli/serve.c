@@ -396,9 +396,9 @@ static json_object *usage(const server *s, const work *w) {
     const chat *c = &s->chat;
     json_object *o = json_object_new_object(), *in = json_object_new_object();
     json_put_count(o, "prompt_tokens", w->n_prompt);
-    json_put_count(o, "completion_tokens", c->n_gen);
-    json_put_count(o, "total_tokens", w->n_prompt + c->n_gen);
-    json_put_count(in, "cached_tokens", w->n_prompt > c->n_prompt ? w->n_prompt - c->n_prompt : 0);
+    json_put_count(o, "completion_tokens", c->last.n_gen);
+    json_put_count(o, "total_tokens", w->n_prompt + c->last.n_gen);
+    json_put_count(in, "cached_tokens", w->n_prompt > c->last.n_prompt ? w->n_prompt - c->last.n_prompt : 0);
     json_put(o, "prompt_tokens_details", in);
     return o;
 }
@@ -514,7 +514,7 @@ static void serve_job(server *s, http_job *j) {
         return;
     }
     buf_clear(&c->told);
-    c->is_left = false;
+    c->out.is_left = false;
     c->sampler = w->sampler;
     c->most = w->most;
     uint64_t n_before = c->n_reply;
@@ -528,8 +528,8 @@ static void serve_job(server *s, http_job *j) {
     if (rc != DONE && (c->n_reply == n_before || c->told.n)) status = serve_failed(s, w, rc);
     pthread_mutex_lock(&s->lock);
     s->n_answers++;
-    s->n_in += c->n_prompt;
-    s->n_gen += c->n_gen;
+    s->n_in += c->last.n_prompt;
+    s->n_gen += c->last.n_gen;
     pthread_mutex_unlock(&s->lock);
     buf_clear(&c->told);
     s->work = NULL;
@@ -559,7 +559,7 @@ static int serve_open(server *s, const cli_args *a) {
     k3_error err = {{0}};
     chat *c = &s->chat;
     chat_settings(c, a);
-    c->is_terminal = c->is_screen = false;
+    c->is_terminal = c->out.is_screen = false;
     int rc = model_find(a, &c->dir);
     int status = rc == DONE ? k3_tokenizer_open(&c->t, c->dir, &err) : 0;
     if (rc == DONE && status >= 0) status = k3_tokenizer_open(&s->t, c->dir, &err);
@@ -569,8 +569,8 @@ static int serve_open(server *s, const cli_args *a) {
     if (rc == DONE) rc = chat_open(c);
     if (rc == DONE) rc = serve_names(s);
     s->most = c->most;
-    c->sink = &SINK;
-    c->sink_user = s;
+    c->out.sink = &SINK;
+    c->out.sink_user = s;
     s->http.answer = serve_answer;
     s->http.forget = serve_forget;
     s->http.user = s;

@@ -37,13 +37,13 @@ static void show_text(chat *c, int kind, const char *p, size_t n) {
     buf out = {0};
     if (n == 0) return;
     console_clear(&c->con);
-    if (c->is_screen && kind != (int)c->shown) {
-        if (c->shown == SHOW_THINK) buf_puts(&out, c->has_color ? PLAIN : "");
-        if (c->shown == SHOW_THINK) buf_puts(&out, "\n\n");
-        if (kind == SHOW_THINK) buf_puts(&out, c->has_color ? DIM : "(thinking) ");
+    if (c->out.is_screen && kind != (int)c->out.shown) {
+        if (c->out.shown == SHOW_THINK) buf_puts(&out, c->out.has_color ? PLAIN : "");
+        if (c->out.shown == SHOW_THINK) buf_puts(&out, "\n\n");
+        if (kind == SHOW_THINK) buf_puts(&out, c->out.has_color ? DIM : "(thinking) ");
     }
-    c->shown = kind;
-    if (c->is_screen)
+    c->out.shown = kind;
+    if (c->out.is_screen)
         put_terminal(&out, p, n);
     else
         for (size_t i = 0; i < n; i++) /* with --null a NUL ends the reply, and nothing else */
@@ -52,7 +52,7 @@ static void show_text(chat *c, int kind, const char *p, size_t n) {
             else
                 buf_puts(&out, "\xef\xbf\xbd");
     out_write(buf_text(&out), out.n);
-    if (c->is_screen && c->con.is_tty) c->con.hides_compute = true;
+    if (c->out.is_screen && c->con.is_tty) c->con.hides_compute = true;
     if (kind == SHOW_ANSWER && p[n - 1] == '\n') say_notes(c);
     buf_free(&out);
 }
@@ -87,32 +87,32 @@ typedef struct {
 
 static void show_sink(chat *c, reply *r, text_part think, text_part answer) {
     json_object *call;
-    bool goes_on = think.n == 0 || c->sink->text(c->sink_user, true, think.p, think.n);
-    if (answer.n) goes_on = c->sink->text(c->sink_user, false, answer.p, answer.n) && goes_on;
+    bool goes_on = think.n == 0 || c->out.sink->text(c->out.sink_user, true, think.p, think.n);
+    if (answer.n) goes_on = c->out.sink->text(c->out.sink_user, false, answer.p, answer.n) && goes_on;
     while ((call = calls_delta(&r->call)) != NULL) {
-        c->sink->call(c->sink_user, call);
+        c->out.sink->call(c->out.sink_user, call);
         json_object_put(call);
     }
-    if (!goes_on) c->is_enough = true;
+    if (!goes_on) c->out.is_enough = true;
 }
 
 void show_reply(chat *c, reply *r) {
-    const char *think = buf_text(&r->think) + c->n_think_out;
-    const char *answer = buf_text(&r->answer) + c->n_answer_out;
-    size_t n_think = r->think.n - c->n_think_out, n_answer = r->answer.n - c->n_answer_out;
-    c->n_think_out = r->think.n;
-    c->n_answer_out = r->answer.n;
-    if (c->sink) {
+    const char *think = buf_text(&r->think) + c->out.n_think_out;
+    const char *answer = buf_text(&r->answer) + c->out.n_answer_out;
+    size_t n_think = r->think.n - c->out.n_think_out, n_answer = r->answer.n - c->out.n_answer_out;
+    c->out.n_think_out = r->think.n;
+    c->out.n_answer_out = r->answer.n;
+    if (c->out.sink) {
         show_sink(c, r, (text_part){think, n_think}, (text_part){answer, n_answer});
         return;
     }
     if (c->a->json) {
-        if (c->streams) show_delta("reasoning_content", think, n_think);
-        if (c->streams) show_delta("content", answer, n_answer);
-        if (c->streams) show_call_deltas(r);
+        if (c->out.streams) show_delta("reasoning_content", think, n_think);
+        if (c->out.streams) show_delta("content", answer, n_answer);
+        if (c->out.streams) show_call_deltas(r);
         return;
     }
-    if (c->is_terminal && c->is_screen && !c->hides_think) show_text(c, SHOW_THINK, think, n_think);
+    if (c->is_terminal && c->out.is_screen && !c->out.hides_think) show_text(c, SHOW_THINK, think, n_think);
     show_text(c, SHOW_ANSWER, answer, n_answer);
 }
 
@@ -120,23 +120,23 @@ json_object *json_text(const buf *b) { return json_object_new_string_len(buf_tex
 
 static int show_json(chat *c, const reply *r) {
     json_object *o = json_object_new_object(), *ids = json_object_new_array();
-    for (size_t i = c->first_said; i < c->first_said + c->n_said; i++)
+    for (size_t i = c->last.first_said; i < c->last.first_said + c->last.n_said; i++)
         json_object_array_add(ids, json_object_new_int64(c->id[i]));
     json_put(o, "role", json_object_new_string("assistant"));
     json_put(o, "content", json_text(&r->answer));
     if (c->render.thinks) json_put(o, "reasoning_content", json_text(&r->think));
     if (r->call.finished) json_put(o, "tool_calls", json_object_get(r->call.finished));
     if (r->call.is_open) json_put(o, "unfinished_call", calls_unfinished(&r->call));
-    json_put(o, "stop_reason", json_object_new_string(c->why));
+    json_put(o, "stop_reason", json_object_new_string(c->last.why));
     json_put(o, "ids", ids);
-    json_put_count(o, "n_prompt", c->n_prompt);
-    json_put_count(o, "n_kept", c->first_said - c->n_prompt);
-    json_put_count(o, "n_cached", c->n_cached);
-    json_put_count(o, "n_gen", c->n_gen);
+    json_put_count(o, "n_prompt", c->last.n_prompt);
+    json_put_count(o, "n_kept", c->last.first_said - c->last.n_prompt);
+    json_put_count(o, "n_cached", c->last.n_cached);
+    json_put_count(o, "n_gen", c->last.n_gen);
     json_put_count(o, "n_context", c->n);
     json_put_hash(o, "context_fnv", k3_fnv1a(K3_FNV_BASIS, c->id, c->n * sizeof *c->id));
-    json_put_real(o, "prompt_s", (double)c->prompt_ns * 1e-9);
-    json_put_real(o, "gen_s", (double)c->gen_ns * 1e-9);
+    json_put_real(o, "prompt_s", (double)c->last.prompt_ns * 1e-9);
+    json_put_real(o, "gen_s", (double)c->last.gen_ns * 1e-9);
     return out_json_line(o);
 }
 
@@ -146,7 +146,7 @@ static void show_calls(chat *c, const reply *r) {
     for (size_t i = 0; i < r->call.n_finished; i++) {
         json_object *call = json_field(json_object_array_get_idx(r->call.finished, i), "function");
         buf line = {0};
-        buf_puts(&line, i || c->shown == SHOW_ANSWER ? "\n" : "");
+        buf_puts(&line, i || c->out.shown == SHOW_ANSWER ? "\n" : "");
         buf_puts(&line, json_string(call, "name"));
         buf_puts(&line, " ");
         buf_puts(&line, json_string(call, "arguments"));
@@ -159,44 +159,44 @@ static void show_calls(chat *c, const reply *r) {
 
 static void tell_silent_boxes(chat *c) {
     k3_stats st;
-    if (c->has_told_silent) return;
+    if (c->out.has_told_silent) return;
     k3_session_stats(c->s, &st);
-    c->has_told_silent = tiers_say_silent(c->a, &st);
+    c->out.has_told_silent = tiers_say_silent(c->a, &st);
 }
 
 void tell_rates(chat *c) {
     tell(c, "prompt %llu ids, %.1f tok/s; reply %llu ids, %.1f tok/s (%s); context %zu of %llu",
-         (unsigned long long)c->n_prompt, per_second(c->n_prompt, c->prompt_ns),
-         (unsigned long long)c->n_gen, per_second(c->n_step, c->gen_ns), c->why, c->n,
+         (unsigned long long)c->last.n_prompt, per_second(c->last.n_prompt, c->last.prompt_ns),
+         (unsigned long long)c->last.n_gen, per_second(c->last.n_step, c->last.gen_ns), c->last.why, c->n,
          (unsigned long long)k3_session_context(c->s));
 }
 
 int show_end(chat *c, reply *r) {
     int rc = DONE;
     show_reply(c, r);
-    if (c->sink) {
-        c->sink->end(c->sink_user, c->why, r->call.finished);
+    if (c->out.sink) {
+        c->out.sink->end(c->out.sink_user, c->last.why, r->call.finished);
     } else if (c->a->json) {
         rc = show_json(c, r);
     } else {
         show_calls(c, r);
-        if (c->shown == SHOW_THINK && c->has_color) rc = out_write(PLAIN, strlen(PLAIN));
+        if (c->out.shown == SHOW_THINK && c->out.has_color) rc = out_write(PLAIN, strlen(PLAIN));
         if (rc == DONE) rc = out_write(c->a->chat.null_ends && !c->is_terminal ? "\0" : "\n", 1);
     }
     if (ferror(stdout)) rc = FAIL_IO;
-    c->n_think_out = c->n_answer_out = 0;
-    c->shown = SHOW_NOTHING;
+    c->out.n_think_out = c->out.n_answer_out = 0;
+    c->out.shown = SHOW_NOTHING;
     c->con.hides_compute = false;
     say_notes(c);
     if (rc == DONE) tell_silent_boxes(c);
     if (rc != DONE || c->a->json) return rc;
-    if (strcmp(c->why, "interrupt") == 0 && !c->a->quiet)
+    if (strcmp(c->last.why, "interrupt") == 0 && !c->a->quiet)
         tell(c, "(stopped; what was said is kept)");
-    if (strcmp(c->why, "context") == 0)
+    if (strcmp(c->last.why, "context") == 0)
         complain(c, DONE,
                  "context full: the reply ends here; /undo or /reset make room, or start "
                  "with a larger --context");
-    if (strcmp(c->why, "tokens") == 0 && !c->a->quiet)
+    if (strcmp(c->last.why, "tokens") == 0 && !c->a->quiet)
         tell(c, "(stopped after %llu ids: /tokens N or --tokens N allows more, 0 all that fit)",
              (unsigned long long)c->most);
     if (c->n - chat_pos(c) > MANY_AGAIN && !c->a->quiet)

@@ -67,7 +67,7 @@ int complain(chat *c, int code, const char *format, ...) {
 }
 
 int complain_status(chat *c, int status, const k3_error *err) {
-    if (status == K3_ECANCEL && c->is_left)
+    if (status == K3_ECANCEL && c->out.is_left)
         return complain(c, FAIL_IO, "stdout: nobody reads it any more, so the work was given up");
     if (status == K3_ECANCEL) return complain(c, INTERRUPTED, "interrupted");
     const char *text = err->text[0] ? err->text : k3_status_name(status);
@@ -109,11 +109,11 @@ enum { LOOK_NS = 250000000 };
 int chat_progress(void *user, const k3_progress *p) {
     chat *c = chat_of(user);
     uint64_t now = clock_ns();
-    if (p->phase == K3_PHASE_COMPUTE && now - c->looked_ns > LOOK_NS) {
-        c->looked_ns = now;
-        c->is_left = c->sink ? c->sink->is_left(c->sink_user) : out_is_left();
+    if (p->phase == K3_PHASE_COMPUTE && now - c->out.looked_ns > LOOK_NS) {
+        c->out.looked_ns = now;
+        c->out.is_left = c->out.sink ? c->out.sink->is_left(c->out.sink_user) : out_is_left();
     }
-    return c->is_left ? 1 : c->progress(user, p);
+    return c->out.is_left ? 1 : c->progress(user, p);
 }
 
 size_t chat_pos(const chat *c) { return (size_t)drafts_pos(&c->d); }
@@ -388,7 +388,7 @@ static int chat_feed(chat *c, k3_error *err) {
     if (c->cache && chat_pos(c) == 0 && c->n > 1) {
         int64_t got = k3_cache_restore(c->cache, c->s, c->id, c->n - 1, err);
         if (got < 0) complain_status(c, (int)got, err);
-        if (got > 0) c->n_cached = (uint64_t)got;
+        if (got > 0) c->last.n_cached = (uint64_t)got;
     }
     size_t pos = chat_pos(c);
     if (c->has_row && pos == c->n) return K3_OK;
@@ -421,14 +421,14 @@ static int turn_prompt(chat *c) {
     c->con.n_grace = u->snap || chat_pos(c) == 0 ? 0 : 1;
     console_answer(&c->con, 0, 0);
     c->con.start_ns = c->con.last_ns = start;
-    c->n_prompt = c->n - chat_pos(c);
+    c->last.n_prompt = c->n - chat_pos(c);
     int status = chat_feed(c, &err);
     console_clear(&c->con);
-    c->prompt_ns = clock_ns() - start;
-    c->n_prompt -= c->n_cached;
+    c->last.prompt_ns = clock_ns() - start;
+    c->last.n_prompt -= c->last.n_cached;
     if (status >= 0) return DONE;
-    if (status == K3_ECANCEL && !c->is_left) {
-        c->why = "interrupt";
+    if (status == K3_ECANCEL && !c->out.is_left) {
+        c->last.why = "interrupt";
         return complain(c, INTERRUPTED,
                         "stopped before the reply began; your message was taken "
                         "back");
@@ -441,54 +441,54 @@ static int turn_prompt(chat *c) {
 static int turn_step(chat *c) {
     k3_error err = {{0}};
     uint64_t start = clock_ns();
-    uint64_t most = c->most ? c->most : k3_session_context(c->s) - chat_pos(c) + c->n_gen;
+    uint64_t most = c->most ? c->most : k3_session_context(c->s) - chat_pos(c) + c->last.n_gen;
     c->con.n_grace = 1; /* a step given up costs the state: the first Ctrl-C lets it end */
-    console_answer(&c->con, c->n_gen, most);
+    console_answer(&c->con, c->last.n_gen, most);
     int status = drafts_run(&c->d, c->id[chat_pos(c)], c->row, &err);
     console_clear(&c->con);
-    c->gen_ns += clock_ns() - start;
+    c->last.gen_ns += clock_ns() - start;
     if (status >= 0) {
-        c->n_step++;
+        c->last.n_step++;
         return DONE;
     }
     if (!chat_distrust(c, status) && k3_session_has_ended(c->s)) chat_recover_last(c);
-    return status == K3_ECANCEL && !c->is_left ? INTERRUPTED : complain_status(c, status, &err);
+    return status == K3_ECANCEL && !c->out.is_left ? INTERRUPTED : complain_status(c, status, &err);
 }
 
 static int turn_generate(chat *c, reply *r) {
     int rc = DONE;
-    c->why = "tokens";
-    while (rc == DONE && (c->n_gen < c->most || c->most == 0)) {
+    c->last.why = "tokens";
+    while (rc == DONE && (c->last.n_gen < c->most || c->most == 0)) {
         if (interrupted) {
             rc = INTERRUPTED;
             break;
         }
         uint32_t id = k3_sample(c->e, &c->sampler, c->row, c->n_vocab, chat_pos(c) - 1, c->scratch);
         bool is_stop = mark_is_stop(&c->marks, id);
-        c->n_gen++;
-        if (is_stop) c->why = "eos";
+        c->last.n_gen++;
+        if (is_stop) c->last.why = "eos";
         if (is_stop && id != c->marks.end) break; /* what it ends is closed properly instead */
         rc = chat_append(c, &id, 1);
         if (rc != DONE) break;
         reply_push(r, id);
-        c->n_said++;
+        c->last.n_said++;
         if (reply_is_short(r)) rc = complain(c, FAIL_IO, "no memory for the text of this reply");
         if (is_stop || rc != DONE) break;
         show_reply(c, r);
         if (ferror(stdout)) rc = FAIL_IO;
-        if (c->is_enough) {
-            c->why = "stop";
+        if (c->out.is_enough) {
+            c->last.why = "stop";
             break;
         }
         if (rc == DONE && chat_pos(c) == k3_session_context(c->s)) {
-            c->why = "context";
+            c->last.why = "context";
             break;
         }
         if (rc == DONE) rc = turn_step(c);
     }
     drafts_settle(&c->d);
     if (rc == INTERRUPTED) {
-        c->why = "interrupt";
+        c->last.why = "interrupt";
         rc = DONE;
     }
     return rc;
@@ -511,7 +511,7 @@ static int turn_close(chat *c, reply *r) {
 /* The turn's prompt was run: the reply, shown and closed. */
 static int turn_reply(chat *c) {
     reply r;
-    c->first_said = c->n;
+    c->last.first_said = c->n;
     c->n_reply++;
     reply_init(&r, &c->marks, c->t, c->render.thinks, c->n_call);
     int rc = turn_generate(c, &r);
@@ -527,10 +527,10 @@ static int turn_reply(chat *c) {
 }
 
 static void turn_begin(chat *c, bool is_whole) {
-    c->why = "";
-    c->n_gen = c->n_step = c->n_cached = c->n_said = c->gen_ns = c->n_prompt = c->prompt_ns = 0;
+    c->last.why = "";
+    c->last.n_gen = c->last.n_step = c->last.n_cached = c->last.n_said = c->last.gen_ns = c->last.n_prompt = c->last.prompt_ns = 0;
     c->is_whole = is_whole;
-    c->has_row = c->is_enough = false;
+    c->has_row = c->out.is_enough = false;
 }
 
 int chat_turn(chat *c, json_object *messages) {

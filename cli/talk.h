@@ -31,6 +31,27 @@ typedef struct {
 
 typedef struct edit_state edit_state;
 
+/* The last reply. */
+typedef struct {
+    const char *why; /* "eos" "stop" "tokens" "context" "interrupt"                 */
+    uint64_t prompt_ns, gen_ns, n_prompt, n_cached, n_gen, n_step; /* n_cached: not run again */
+    size_t first_said, n_said; /* its ids                                          */
+} chat_reply;
+
+/* Where replies go. */
+typedef struct {
+    bool is_screen; /* stdout is a terminal                                         */
+    bool has_color, hides_think, streams;
+    uint64_t looked_ns; /* when it was last looked at                               */
+    bool is_left;       /* nobody reads it any more                                 */
+    bool has_told_silent;   /* that no far box was of use                           */
+    const reply_sink *sink; /* who gets the reply; NULL: stdout                     */
+    void *sink_user;
+    bool is_enough;         /* the sink has all that it wants                       */
+    enum { SHOW_NOTHING, SHOW_THINK, SHOW_ANSWER } shown;
+    size_t n_think_out, n_answer_out;
+} chat_out;
+
 typedef struct {
     const cli_args *a;
     const char *dir;
@@ -60,28 +81,18 @@ typedef struct {
     uint64_t n_reply;
     uint64_t n_call; /* tool calls so far, for their ids                           */
     bool is_stored;  /* the cache has the session's present state                  */
-    /* the last reply */
-    const char *why; /* "eos" "tokens" "context" "interrupt"                       */
-    uint64_t prompt_ns, gen_ns, n_prompt, n_cached, n_gen, n_step; /* n_cached: not run again */
-    size_t first_said, n_said; /* its ids                                          */
+    chat_reply last;
     uint64_t most;             /* ids of one reply; 0: all that fit                */
     /* in and out */
-    bool is_terminal, is_screen; /* stdin is one, and is edited; stdout is one */
-    bool has_color, hides_think, streams, is_over;
+    bool is_terminal; /* stdin is one, and is edited                               */
+    bool is_over;
+    chat_out out;
     edit_state *edit;
     buf notes;          /* the engine's, which wait for the line of text to end    */
     uint64_t n_left;    /* notes that found no room there                          */
-    uint64_t looked_ns; /* when stdout was last looked at                          */
-    bool is_left;       /* nobody reads stdout any more                            */
-    bool has_told_silent; /* that no far box was of use                            */
     int (*progress)(void *user, const k3_progress *p);
-    const reply_sink *sink; /* who gets the reply; NULL: stdout                       */
-    void *sink_user;
-    bool is_enough;         /* the sink has all that it wants                         */
     buf told;  /* what a command said, for --json                                   */
     int worst; /* exit code of the first turn that failed                           */
-    enum { SHOW_NOTHING, SHOW_THINK, SHOW_ANSWER } shown;
-    size_t n_think_out, n_answer_out;
 } chat;
 
 enum { MANY_AGAIN = 64 }; /* positions to read again that are worth a word */

@@ -40,11 +40,11 @@ wrong experts.h ROW_TILE 48 experts.c row_tile_is_whole_groups
 wrong experts.h ROW_TILE 64 experts.c row_tile_is_whole_kernel_rows
 wrong experts.h ROW_TILE 288 k3.c halves_of_row_tile_are_whole_kernel_rows
 wrong experts.h ROW_TILE 192 k3.c streamed_pieces_are_whole_tiles
-wrong k3.c PIECE_ROWS 32 k3.c streamed_pieces_are_whole_tiles
+wrong k3_inside.h PIECE_ROWS 32 k3.c streamed_pieces_are_whole_tiles
 wrong k3_mla.c MLA_BLOCK 512 k3_mla.c mla_block_is_that_of_numerics_3
 wrong k3.c CHUNK_SHORT 1024 k3.c a_planned_chunk_fits_a_request
-wrong k3_sample.c RADIX_BITS 10 k3.c digits_cover_a_key
-wrong k3_sample.c SAMPLE_BINS 131072u k3.c a_bin_fits_its_number
+wrong k3_sample.c RADIX_BITS 10 k3_sample.c digits_cover_a_key
+wrong k3_sample.c SAMPLE_BINS 131072u k3_sample.c a_bin_fits_its_number
 wrong k3_disk.h IO_ALIGN 512u k3_disk.c io_align_is_a_block
 wrong kernels.h K3_GROUP 64 k3_model.c mxfp4_group_is_a_packed_group
 wrong kernels.h K3_KERNEL_ROWS 9 experts.c row_tile_is_whole_kernel_rows

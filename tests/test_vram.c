@@ -459,10 +459,10 @@ static uint32_t shared_out(void) {
     item items[16];
     uint32_t n = 0;
     for (int x = 0; x < 16; x++) items[x] = (item){.task.n = 1, .i_slot = x, .i_vram = x};
-    sv.items = items;
+    sv.mem.items = items;
     vram_share(&sv, 16);
     for (int x = 0; x < 16; x++) n += !items[x].on_gpu;
-    sv.items = NULL;
+    sv.mem.items = NULL;
     return n;
 }
 
