@@ -133,7 +133,7 @@ def test_width():
 
 
 def test_slow():
-    argv = [K3, "run", "-q", "--no-stop", "--tokens", "3000", "--threads", "1", "Once upon a time"]
+    argv = [K3, "run", "-q", "--no-stop", "--tokens", "3000", "--draft", "off", "--threads", "1", "Once upon a time"]
     p = Program(argv, 6, 100)
     p.read(b" ", 60)
     shown = False
@@ -165,7 +165,7 @@ def test_slow():
 
 
 def test_dumb():
-    argv = [K3, "run", "-q", "--no-stop", "--tokens", "3000", "--threads", "1", "Once upon a time"]
+    argv = [K3, "run", "-q", "--no-stop", "--tokens", "3000", "--draft", "off", "--threads", "1", "Once upon a time"]
     p = Program(argv, 6, 60, {"TERM": "dumb"})
     p.read(b" ", 60)
     os.kill(p.pid, signal.SIGSTOP)
