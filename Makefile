@@ -16,7 +16,7 @@ say     = @echo "  $(1)"
 K3_BITS = -std=c99 -D_GNU_SOURCE -fno-fast-math -ffp-contract=off -fno-math-errno \
           -fno-trapping-math
 K3_WARN = -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Wmissing-prototypes
-K3_LIBS = $(K3_CURL) $(K3_HTTP:%=-l%) -luring -ljson-c -lzstd -lssl -lcrypto -lpthread -lm
+K3_LIBS = $(K3_CURL) -luring -ljson-c -lzstd -lssl -lcrypto -lpthread -lm
 
 # libcurl dials far boxes. With CURL=0, and in static programs, the client dials by itself and has neither TLS nor
 # proxies.
@@ -31,6 +31,9 @@ K3_EDIT := $(shell echo 'int el_init(void); int main(void) { return el_init(); }
 SERVE   ?= $(if $(filter -static,$(LDFLAGS)),0,1)
 K3_HTTP := $(if $(filter 0,$(SERVE)),,$(shell echo 'int MHD_get_version(void); int main(void) { return MHD_get_version(); }' | \
              $(CC) $(LDFLAGS) -x c -o /dev/null - -lmicrohttpd 2>/dev/null && echo microhttpd))
+
+# What the k3 program links beside the engine's libraries.
+CLI_LIBS = $(K3_EDIT:%=-l%) $(K3_HTTP:%=-l%)
 
 # The kernel sets of the machine that k3 is built for. Only a set's own file is compiled with its flags.
 K3_TARGET := $(shell $(CC) -dumpmachine 2>/dev/null)
@@ -108,7 +111,7 @@ help:
 
 $(BUILD)/k3: $(CLI_MAIN) $(CLI) $(ENGINE)
 	$(call say,LD   $@)
-	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(CLI_LIBS) $(K3_LIBS)
 
 $(BUILD)/k3-tier: $(BUILD)/tier_server$(if $(K3_GPU),_gpu).o $(if $(K3_GPU),$(GPU_OBJECTS)) $(BUILD)/tier_tls.o \
   $(BUILD)/cli/place.o $(ENGINE)
@@ -226,7 +229,7 @@ $(BUILD)/test_state: tests/test_state.c $(BUILD)/k3_state.o $(PARTS)
 
 $(BUILD)/test_xtml: tests/test_xtml.c $(filter-out $(patsubst %,$(BUILD)/cli/%.o,$(CHAT)),$(CLI)) $(ENGINE)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) -Wno-unused-function $(LDFLAGS) -o $@ $< $(filter %.o,$^) $(CLI_LIBS) $(K3_LIBS)
 
 $(BUILD)/test_screen: tests/test_screen.c $(BUILD)/cli/screen.o
 	$(call say,CC   $<)
@@ -234,7 +237,7 @@ $(BUILD)/test_screen: tests/test_screen.c $(BUILD)/cli/screen.o
 
 $(BUILD)/test_forecast $(BUILD)/test_options $(BUILD)/test_draft: $(BUILD)/%: tests/%.c $(CLI) $(ENGINE)
 	$(call say,CC   $<)
-	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(K3_EDIT:%=-l%) $(K3_LIBS)
+	$(Q)$(CC) $(ALL_CFLAGS) $(LDFLAGS) -o $@ $(filter %.c %.o,$^) $(CLI_LIBS) $(K3_LIBS)
 
 $(BUILD)/test_text: tests/test_text.c | $(BUILD)
 	$(call say,CC   $<)
@@ -342,7 +345,7 @@ clean:
 # Each of these files holds the flags that some objects or programs are made with. It is written when they change,
 # and what depends on it is then made again.
 SAID_flags = $(CC) $(ALL_CFLAGS)
-SAID_links = $(LDFLAGS) $(K3_LIBS) edit $(K3_EDIT) gpu $(K3_GPU)
+SAID_links = $(LDFLAGS) $(K3_LIBS) $(CLI_LIBS) gpu $(K3_GPU)
 SAID_own   = edit $(K3_EDIT)
 SAID_place = $(PLACE_DIRS)
 SAID_nvcc  = $(NVCC) $(NVCC_BITS) $(GPU_ARCHS)
