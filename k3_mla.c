@@ -127,6 +127,16 @@ static void head_output(const query_group *g, size_t hi, float *local) {
         a->k->mul_sigmoid(a->att + at + t * ldo, a->att + at + t * ldo, a->g + at + t * ldo, sh->v_dim);
 }
 
+/* Lay n_parts arrays of n[i] floats out one behind the other, 64-byte aligned; with base NULL only count. Returns floats. */
+static size_t carve(float *base, const size_t *n, float **const *to, size_t n_parts) {
+    size_t used = 0;
+    for (size_t i = 0; i < n_parts; i++) {
+        *to[i] = base ? base + used : NULL;
+        used += (n[i] + 15) / 16 * 16;
+    }
+    return used;
+}
+
 /* ---- By tiles: one thread, MLA_TOK rows x MLA_HEADS heads, block after block ---- */
 
 typedef struct {
@@ -135,15 +145,11 @@ typedef struct {
 } tile_mem;
 
 static size_t tile_carve(tile_mem *t, float *base, const k3_shape *sh) {
-    size_t row = row_floats(sh), lora = lora_floats(sh), used = 0;
+    size_t row = row_floats(sh), lora = lora_floats(sh);
     const size_t n[] = {MLA_TOK * lora + row, MLA_ROWS * row, MLA_ROWS * lora, MLA_HEADS * lora,
                         MLA_ROWS, MLA_ROWS, MLA_ROWS * MLA_BLOCK};
     float **const to[] = {&t->head, &t->qp, &t->ctx, &t->ctx_b, &t->m, &t->Z, &t->score};
-    for (size_t i = 0; i < sizeof n / sizeof *n; i++) {
-        *to[i] = base ? base + used : NULL;
-        used += (n[i] + 15) / 16 * 16;
-    }
-    return used;
+    return carve(base, n, to, sizeof n / sizeof *n);
 }
 
 size_t mla_local_floats(const k3_shape *sh) {
@@ -225,15 +231,11 @@ typedef struct {
 } block_loop;
 
 static size_t block_carve(block_mem *m, float *base, const k3_shape *sh) {
-    size_t n_q = (size_t)MLA_TOK * sh->n_heads, row = row_floats(sh), lora = lora_floats(sh), used = 0;
+    size_t n_q = (size_t)MLA_TOK * sh->n_heads, row = row_floats(sh), lora = lora_floats(sh);
     size_t wave_q = (size_t)MLA_WAVE * sh->n_heads;
     const size_t n[] = {n_q * row, n_q * lora, wave_q * lora, n_q, n_q, wave_q, wave_q};
     float **const to[] = {&m->qp, &m->ctx, &m->ctx_b, &m->m, &m->Z, &m->most, &m->Z_b};
-    for (size_t i = 0; i < sizeof n / sizeof *n; i++) {
-        *to[i] = base ? base + used : NULL;
-        used += (n[i] + 15) / 16 * 16;
-    }
-    return used;
+    return carve(base, n, to, sizeof n / sizeof *n);
 }
 
 size_t mla_work_floats(const k3_shape *sh) {
