@@ -137,6 +137,19 @@ static int chat_json_system(chat *c, json_object *m) {
     return DONE;
 }
 
+/* A whole conversation, whose max_tokens bounds this reply alone. */
+static int chat_request(chat *c, json_object *messages, json_object *request) {
+    json_object *most = json_field(request, "max_completion_tokens");
+    uint64_t before = c->most;
+    if (!most) most = json_field(request, "max_tokens");
+    if (most && ((!json_is(most, json_type_int) && !json_is(most, json_type_double)) || json_object_get_int64(most) < 1))
+        return complain(c, FAIL_USAGE, "max_tokens is not a number of 1 or more");
+    if (most) c->most = (uint64_t)json_object_get_int64(most);
+    int rc = chat_whole(c, messages, request);
+    c->most = before;
+    return rc;
+}
+
 /* A line of --json. An object with `messages` is a whole conversation, as OpenAI's API means it; a
  * text, a message or an array of messages is an addition to the one that is there, whatever made it.
  * An object with `command` is a command. */
@@ -157,7 +170,7 @@ static int chat_json(chat *c, const buf *line) {
         rc = complain_status(c, status, &err);
     } else if (is_request(root)) {
         c->out.streams = json_object_get_boolean(json_field(root, "stream"));
-        rc = chat_whole(c, messages, root);
+        rc = chat_request(c, messages, root);
     } else {
         rc = chat_turn(c, messages);
     }

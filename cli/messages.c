@@ -379,7 +379,7 @@ int request_messages(json_object *root, json_object **messages, k3_error *err) {
     static const char *const known[] = {
         "messages", "tools",    "tool_choice",     "response_format",
         "stream",   "thinking", "thinking_effort", "reasoning_effort",
-        NULL};
+        "max_tokens", "max_completion_tokens", NULL};
     *messages = json_field(root, "messages");
     if (json_is(root, json_type_string)) {
         json_object *m = json_object_new_object();

@@ -74,9 +74,9 @@ class Server:
             return None
 
 
-def by_chat(messages, *options):
+def by_chat(messages, *options, **fields):
     """What k3 chat says to a whole conversation."""
-    out = subprocess.run([K3, "chat", "-q", "--json", *options], input=json.dumps({"messages": messages}) + "\n",
+    out = subprocess.run([K3, "chat", "-q", "--json", *options], input=json.dumps(dict(fields, messages=messages)) + "\n",
                          capture_output=True, text=True, timeout=60)
     return json.loads(out.stdout.splitlines()[-1])
 
@@ -119,6 +119,7 @@ def test_answers(s):
         check("streamed thinking", "".join(d.get("reasoning_content") or "" for d in deltas) == want["reasoning_content"])
         check("finish reason", [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]][-1] == "stop")
         check("usage comes last", chunks[-1]["choices"] == [] and chunks[-1]["usage"]["total_tokens"] > 0, chunks[-1])
+    check("max_tokens of k3 chat", by_chat(messages, max_tokens=5)["n_gen"] == 5)
     status, got = s.chat(temperature=0, max_tokens=5)
     check("max_tokens", got["choices"][0]["finish_reason"] == "length" and got["usage"]["completion_tokens"] == 5, got)
     more = messages + [{"role": "assistant", "content": "Paris."}, {"role": "user", "content": "And of Spain?"}]
