@@ -69,7 +69,7 @@ ENGINE  = $(BUILD)/k3.o $(BUILD)/k3_text.o $(BUILD)/k3_state.o $(PARTS)
 CHAT     = json xtml messages talk show chat_commands edit chat
 CLI      = $(patsubst %,$(BUILD)/cli/%.o,console output options args inputs generate drafts screen place gpu \
              run bench bench_kernels bench_sessions replay reader hop where verify resume plan forecast info tokenize cache \
-             slice $(CHAT) calls complete $(if $(K3_HTTP),http serve))
+             slice $(CHAT) calls complete $(if $(K3_HTTP),http page serve))
 CLI     += $(BUILD)/draft_ngram.o $(BUILD)/draft_gate.o
 CLI_MAIN = $(patsubst %,$(BUILD)/cli/%.o,main help manual)
 TESTS   = $(BUILD)/test_kernels $(BUILD)/test_text $(BUILD)/test_unicode $(BUILD)/test_engine $(BUILD)/test_model \

@@ -274,6 +274,7 @@ static int chat_engine(chat *c) {
     k3_error err = {{0}};
     engine_gpu(c->a, &o);
     o.snapshots = (uint32_t)c->a->chat.undo;
+    o.caller_bytes += c->more_bytes;
     o.revocable = drafts_revocable(args_draft(c->a));
     ram_say(&c->con, &o);
     int status = engine_open_drafts(&c->e, &o, &err);

@@ -20,6 +20,9 @@ static uint64_t now_ms(void) { return clock_ns() / 1000000; }
 /* ---- Jobs ---- */
 
 static void job_free(http_job *j) {
+    pthread_mutex_lock(&j->server->lock);
+    j->server->body_bytes -= j->body.n;
+    pthread_mutex_unlock(&j->server->lock);
     j->server->forget(j);
     json_object_put(j->request);
     buf_free(&j->body);
@@ -176,6 +179,8 @@ static enum MHD_Result send_response(http_job *j, struct MHD_Response *r, unsign
     MHD_add_response_header(r, "Content-Type", type);
     MHD_add_response_header(r, "Cache-Control", "no-cache");
     MHD_add_response_header(r, "X-Accel-Buffering", "no");
+    MHD_add_response_header(r, "X-Content-Type-Options", "nosniff");
+    MHD_add_response_header(r, "X-Frame-Options", "DENY");
     if (status == 503) MHD_add_response_header(r, "Retry-After", "10");
     if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
     if (status >= 500 && status != 503) MHD_add_response_header(r, "x-should-retry", "false");
@@ -185,7 +190,10 @@ static enum MHD_Result send_response(http_job *j, struct MHD_Response *r, unsign
 }
 
 static enum MHD_Result send_whole(http_job *j) {
-    const char *type = strcmp(j->path, "/metrics") == 0 ? "text/plain; version=0.0.4" : "application/json";
+    bool is_page = strcmp(j->path, "/") == 0 && j->status == 200;
+    const char *type = strcmp(j->path, "/metrics") == 0 ? "text/plain; version=0.0.4"
+                       : is_page                         ? "text/html; charset=utf-8"
+                                                         : "application/json";
     struct MHD_Response *r = MHD_create_response_from_buffer(j->out.n, (void *)(uintptr_t)buf_text(&j->out), MHD_RESPMEM_MUST_COPY);
     return send_response(j, r, j->status, type);
 }
@@ -240,16 +248,32 @@ static http_job *job_new(http_server *s, http_connection *c, const char *path, c
     return j;
 }
 
+/* Addresses that say nothing of the model: a browser brings no key to the page, a watcher none to its question. */
+static bool is_open(const char *path) { return strcmp(path, "/") == 0 || strcmp(path, "/health") == 0; }
+
 static bool check_request(http_server *s, http_job *j) {
     if (!is_own_host(s, j->connection))
         http_error(j, 403, "invalid_request_error", "host", "Host or Origin is not this server's");
-    else if (!has_key(s, j->connection))
+    else if (!is_open(j->path) && !has_key(s, j->connection))
         http_error(j, 401, "invalid_request_error", "invalid_api_key", "this server wants an API key it knows");
     else if (j->is_large)
         http_error(j, 413, "invalid_request_error", NULL, "the body is larger than 32 MiB");
+    else if (j->is_full || j->body.is_short)
+        http_error(j, 503, "server_error", NULL, "no room for this body beside those of others; try again later");
     else
         return true;
     return false;
+}
+
+/* More of a body, within what all bodies may take together. */
+static void body_add(http_job *j, const char *data, size_t n) {
+    http_server *s = j->server;
+    j->is_large = j->is_large || j->body.n + n > HTTP_MOST_BODY;
+    pthread_mutex_lock(&s->lock);
+    j->is_full = j->is_full || s->body_bytes + n > HTTP_MOST_BODY;
+    if (!j->is_large && !j->is_full) s->body_bytes += n;
+    pthread_mutex_unlock(&s->lock);
+    if (!j->is_large && !j->is_full) buf_add(&j->body, data, n);
 }
 
 /* The whole answer, once it is there; until then the connection is suspended. */
@@ -273,8 +297,7 @@ static enum MHD_Result on_request(void *user, http_connection *c, const char *pa
     j->path = path;
     j->method = method;
     if (*n_data > 0) {
-        j->is_large = j->is_large || j->body.n + *n_data > HTTP_MOST_BODY;
-        if (!j->is_large) buf_add(&j->body, data, *n_data);
+        body_add(j, data, *n_data);
         *n_data = 0;
         return MHD_YES;
     }
@@ -364,7 +387,7 @@ int http_open(http_server *s, const char *listen, const char *keys_file, size_t 
         s->daemon = MHD_start_daemon(flags, 0, NULL, NULL, on_request, s, MHD_OPTION_SOCK_ADDR, at->ai_addr,
                                      MHD_OPTION_NOTIFY_COMPLETED, on_end, s, MHD_OPTION_CONNECTION_LIMIT,
                                      (unsigned)HTTP_CONNECTIONS, MHD_OPTION_CONNECTION_TIMEOUT, 60u,
-                                     MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)32768, MHD_OPTION_END);
+                                     MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)HTTP_CONNECTION_BYTES, MHD_OPTION_END);
         if (!s->daemon) rc = fail(FAIL_IO, "--listen %s: cannot listen there: %s", listen, strerror(errno));
     }
     if (at) freeaddrinfo(at);

@@ -17,8 +17,9 @@
 #include <stdint.h>
 
 enum {
-    HTTP_MOST_BODY = 32 << 20,
+    HTTP_MOST_BODY = 32 << 20,  /* of one request, and of all that are here together */
     HTTP_CONNECTIONS = 256,
+    HTTP_CONNECTION_BYTES = 32 << 10, /* of each, for heads and answers */
     HTTP_PING_MS = 5000,
     HTTP_LOOK_MS = 250,
     HTTP_MOST_KEYS = 64
@@ -33,7 +34,7 @@ typedef struct http_job {
     http_connection *connection;
     const char *method, *path;
     buf body;
-    bool is_large, is_begun;
+    bool is_large, is_full, is_begun; /* is_full: no room beside the bodies of others */
     json_object *request;  /* its JSON                                             */
     void *work;            /* of who answers it; freed by http_server.forget       */
     /* under http_server.lock */
@@ -51,7 +52,7 @@ struct http_server {
     pthread_cond_t has_job;
     http_job *first, *last; /* waiting for the computing thread                       */
     http_job *all;
-    size_t n_waiting, most_waiting;
+    size_t n_waiting, most_waiting, body_bytes;
     bool is_closing;
     uint64_t n_requests, n_refused;
     char *key[HTTP_MOST_KEYS]; /* none: nobody is asked for one                       */

@@ -12,6 +12,7 @@
 #include "cli/inputs.h"
 #include "cli/messages.h"
 #include "cli/output.h"
+#include "cli/page.h"
 #include "cli/show.h"
 #include "cli/talk.h"
 #include "k3_common.h"
@@ -294,7 +295,11 @@ static void post_detokenize(server *s, http_job *j) {
 /* ---- Routes ---- */
 
 static bool route_get(server *s, http_job *j) {
-    if (strcmp(j->path, "/health") == 0) {
+    if (strcmp(j->path, "/") == 0) {
+        buf_clear(&j->out);
+        for (size_t i = 0; PAGE[i]; i++) buf_puts(&j->out, PAGE[i]);
+        j->status = 200;
+    } else if (strcmp(j->path, "/health") == 0) {
         json_object *o = json_object_new_object();
         json_put(o, "status", text_of("ok"));
         out_json(j, o);
@@ -560,6 +565,7 @@ static int serve_open(server *s, const cli_args *a) {
     chat *c = &s->chat;
     chat_settings(c, a);
     c->is_terminal = c->out.is_screen = false;
+    c->more_bytes = 2ull * HTTP_MOST_BODY + HTTP_CONNECTIONS * HTTP_CONNECTION_BYTES; /* bodies, and their JSON */
     int rc = model_find(a, &c->dir);
     int status = rc == DONE ? k3_tokenizer_open(&c->t, c->dir, &err) : 0;
     if (rc == DONE && status >= 0) status = k3_tokenizer_open(&s->t, c->dir, &err);

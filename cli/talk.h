@@ -60,6 +60,7 @@ typedef struct {
     k3_tokenizer *t;
     k3_session *s;
     k3_cache *cache; /* NULL: none                                                 */
+    uint64_t more_bytes; /* of --ram that somebody else here takes: a server's bodies   */
     chat_marks marks;
     size_t n_vocab;
     float *row;    /* f32[n_vocab]                                                 */

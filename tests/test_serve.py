@@ -84,6 +84,9 @@ def by_chat(messages, *options, **fields):
 def test_small(s):
     status, headers, data = s.ask("GET", "/health")
     check("health", status == 200 and json.loads(data) == {"status": "ok"}, data)
+    status, headers, data = s.ask("GET", "/")
+    check("the page", status == 200 and headers["Content-Type"].startswith("text/html") and data.endswith(b"</script>\n"), data[-80:])
+    check("the page asks nobody else", b"http://" not in data and b"https://" not in data and b"src=" not in data)
     status, _, data = s.ask("GET", "/v1/models")
     models = json.loads(data)
     check("models", status == 200 and models["object"] == "list" and models["data"][0]["id"] == "demo", data)
@@ -214,6 +217,7 @@ def test_keys():
         f.flush()
         s = Server("--context", "512", "--api-keys", f.name)
         check("no key", s.ask("GET", "/v1/models")[0] == 401)
+        check("the page needs none", s.ask("GET", "/")[0] == 200)
         check("a wrong key", s.ask("GET", "/v1/models", headers={"Authorization": "Bearer 0123456789abcdef0124"})[0] == 401)
         check("a key", s.ask("GET", "/v1/models", headers={"Authorization": "Bearer fedcba9876543210ffff"})[0] == 200)
         check("another header", s.ask("GET", "/v1/models", headers={"x-api-key": "0123456789abcdef0123"})[0] == 200)
