@@ -133,16 +133,16 @@ def test_width():
 
 
 def test_slow():
-    argv = [K3, "run", "-q", "--no-stop", "--tokens", "3000", "--draft", "off", "--threads", "1", "Once upon a time"]
+    argv = [K3, "run", "-q", "--no-stop", "--tokens", "4000", "--draft", "off", "--threads", "1", "Once upon a time"]
     p = Program(argv, 6, 100)
     p.read(b" ", 60)
     shown = False
-    for _ in range(8):
-        p.read(seconds=0.15)
+    for _ in range(10): # a stop between two tokens shows nothing
+        p.read(seconds=0.05)
         os.kill(p.pid, signal.SIGSTOP)
         time.sleep(1.2)
         os.kill(p.pid, signal.SIGCONT)
-        if p.read(b"\033D\r\033[Kanswer: layer", 3):
+        if p.read(b"\033D\r\033[Kanswer: layer", 0.3):
             shown = True
             break
     check("a slow token shows its status", shown, p.data[-300:])
@@ -165,7 +165,7 @@ def test_slow():
 
 
 def test_dumb():
-    argv = [K3, "run", "-q", "--no-stop", "--tokens", "3000", "--draft", "off", "--threads", "1", "Once upon a time"]
+    argv = [K3, "run", "-q", "--no-stop", "--tokens", "4000", "--draft", "off", "--threads", "1", "Once upon a time"]
     p = Program(argv, 6, 60, {"TERM": "dumb"})
     p.read(b" ", 60)
     os.kill(p.pid, signal.SIGSTOP)
