@@ -30,7 +30,7 @@ compute() {
     run "$BUILD/test_stream" demo $quick
     run "$BUILD/test_state" demo tests/data $quick
     run "$BUILD/test_pass" demo $quick
-    run "$BUILD/test_mla"
+    run "$BUILD/test_mla" $quick
     run "$BUILD/test_draft" demo
     run "$BUILD/test_tier" demo
     run "$BUILD/test_stage" demo
